@@ -25,7 +25,7 @@ from harness import Result, in_turn, parser, report, start
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from omnitrain.ops.attention.choose import attention_report
+from omnitrain.ops.attention.choose import CHOSEN
 from omnitrain.ops.attention.install import ATTENTION_NAME
 from omnitrain.ops.attention.packed_context import packed
 
@@ -159,7 +159,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=4096, help="tokens of the packed sequence")
     given = start(options)
     report(measure(given.rounds, given.steps, given.row, given.tokens), given.json)
-    print(f"  chosen for packed sequences: {', '.join(row.backend for row in attention_report())}")
+    print(f"  chosen for packed sequences: {', '.join(sorted({used.name for used in CHOSEN.values()}))}")
 
 
 if __name__ == "__main__":

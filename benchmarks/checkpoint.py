@@ -46,8 +46,8 @@ def recipe_of(folder: Path, width: int, rounds: int, steps: int) -> Recipe:
     changes = [f"model.foundation.config.{key}={value}" for key, value in foundation.items()]
     changes += ["data.pack_tokens=64", "data.overlong=drop", "data.workers=0", "data.heldout=[]", "evaluation=null"]
     total = steps * (len(SIDES) * (WARM_UP + rounds) + 1)
-    changes += [f"train.steps={total}", f"train.save_every={steps}", "train.keep_last=1", "train.report=false"]
-    return Recipe.load(QUICKSTART, [*changes, f"train.micro_batches={RANKS}", f"output_dir={folder / 'run'}"])
+    changes += [f"train.steps={total}", f"train.save.every={steps}", "train.save.keep_last=1", "train.report=false"]
+    return Recipe.load(QUICKSTART, [*changes, f"train.packs_per_step={RANKS}", f"output_dir={folder / 'run'}"])
 
 
 def anonymous_bytes(process: int | str) -> int:

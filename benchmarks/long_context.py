@@ -73,7 +73,7 @@ def peak_on_rank(tokens: int, ranks: int) -> int:
         model = fresh()
         pack = pack_of(model, tokens)
         plan = ParallelPlan(
-            default=ComponentPlan(recompute="full"), components={"foundation": ComponentPlan(ulysses=ranks)}
+            default=ComponentPlan(memory={"recompute": "full"}), components={"foundation": ComponentPlan(ulysses=ranks)}
         )
         step = OmniStep(model, plan, SETTINGS, torch.device("cpu"))
         step.run([pack])

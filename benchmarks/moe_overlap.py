@@ -11,7 +11,8 @@ measures nothing.
 The sides take turns on the same ranks, with the same weights, tokens and routes:
 
 - ``plain``: dispatch, products and combine, one after the other;
-- ``overlap``: chunks of experts (``expert_chunks``) and ``delay_wgrad``; outputs and gradients must have the same bits;
+- ``overlap``: chunks of experts (``experts.chunks``) and ``experts.delay_wgrad``; outputs and gradients must have the
+  same bits;
 - ``transformers``: the ``all_to_all`` expert parallelism of transformers; its outputs must be equal to 1e-5;
 - ``compute``: ``overlap`` without all-to-alls: the same products and permutations in the same order;
 - ``communication``: only the all-to-alls of ``plain``.
@@ -22,7 +23,7 @@ chunks: a forward has half of the bytes but a third of the products, and can hid
 
 Memory is the largest sum of the bytes of live tensors in a step, minus the bytes before the step, as torch's profiler
 records the allocator. It is measured on a layer with the narrow experts of Qwen3-30B-A3B, twice as wide as the timed
-layer. Four such layers in sequence show how much ``offloaded_tensors: [dispatched_rows]`` saves: the peak must fall by
+layer. Four such layers in sequence show how much ``memory.offload: [dispatched_rows]`` saves: the peak must fall by
 the bytes of the received rows of three layers. The fourth layer has its rows on the device again at that time, for the
 gradients of its weights. Offloaded tensors are not in torch's host memory, so a CPU shows the saving of a GPU.
 """

@@ -10,7 +10,7 @@ same bits:
 
 - ``still``: the plain order without all-to-alls; its results are wrong;
 - ``plain``: forward 0, backward 0, forward 1, ...;
-- ``chunks``: the same with ``expert_chunks`` and ``delay_wgrad``;
+- ``chunks``: the same with ``experts.chunks`` and ``experts.delay_wgrad``;
 - ``pairs``: each forward runs in turn with the backward of the micro-batch before it (``overlap``);
 - ``pairs_chunks``: both;
 - ``transformers``: the same model with the ``all_to_all`` expert parallelism of transformers, in the plain order.
@@ -198,7 +198,7 @@ class Model:
 
     def _parallelized(self, given: Any, chunks: int) -> OmniModel:
         torch.manual_seed(0)
-        plan = ComponentPlan(expert_chunks=chunks, delay_wgrad=chunks > 1)
+        plan = ComponentPlan(experts={"chunks": chunks, "delay_wgrad": chunks > 1})
         return build_parallelize_model(
             build_omni_model(foundation=Qwen3MoeForCausalLM(config_of(given))).train(),
             parallel_state=self.state,

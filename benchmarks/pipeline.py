@@ -45,7 +45,8 @@ from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.simulate import simulate
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 FORMULA = (
     "sleep: measured seconds of a step / closed form: 1f1b m (F + B) + (p - 1) (F + B); interleaved m (F + B) + "

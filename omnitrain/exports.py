@@ -26,17 +26,28 @@ def _imported_with_first(module: str, function: str) -> Callable[[Any], str]:
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] = MappingProxyType({})
+    package: str,
+    homes: Mapping[str, str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+    refusal: type[Exception] = ImportError,
 ) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``; ``homes``: name -> module; ``elsewhere``: name -> what to write instead."""
+    """Return a package's ``__getattr__``.
+
+    Args:
+        package: its dotted name.
+        homes: name -> module that has it, or that is it.
+        elsewhere: name that the package does not have -> what to write instead.
+        refusal: raised for a name of ``elsewhere``. Python hides an AttributeError from ``from PACKAGE import NAME``.
+    """
 
     def get(name: str) -> Any:
         if name in elsewhere:
-            raise ImportError(f"{package} has no {name}: {elsewhere[name]}")
+            raise refusal(f"{package} has no {name}: {elsewhere[name]}")
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         require_fitting_torchvision()
-        value = getattr(importlib.import_module(homes[name]), name)
+        module = importlib.import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
 BASH = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-RECIPE_VERBS = ("show", "cp", "check", "preview", "run", "verify")  # `resume` names a folder that a run would write
+RECIPE_VERBS = ("show", "cp", "check", "run", "verify", "profile")
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:
@@ -48,15 +48,10 @@ def test_omnitrain_command_parses_and_its_recipe_and_overrides_resolve(
         return
     verb = group.commands[words[0]]
     arguments = verb.make_context(words[0], words[1:]).params if words[1:] != ["--help"] else {}
-    if words[0] in RECIPE_VERBS and arguments and not names_a_model(arguments.get("model_or_recipe") or ""):
-        recipe = recipe_of(arguments, copied_recipes())
-        Recipe.load(recipe, arguments.get("overrides"))
-
-
-def recipe_of(arguments: dict[str, Any], copies: dict[str, str]) -> Path:
-    """The recipe of a command; what an `omnitrain cp` of the docs would write stands for its source."""
-    name = arguments.get("recipe") or arguments.get("model_or_recipe") or arguments["name"]
-    return find_recipe(copies.get(name, name))
+    name = next((arguments[key] for key in ("recipe", "model_or_recipe", "name") if arguments.get(key)), None)
+    is_folder = words[0] == "run" and "runs/" in str(name)  # the folder of a run that an earlier command would write
+    if words[0] in RECIPE_VERBS and name is not None and not is_folder and not names_a_model(name):
+        Recipe.load(find_recipe(copied_recipes().get(name, name)), arguments.get("overrides"))
 
 
 def copied_recipes() -> dict[str, str]:

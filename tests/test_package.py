@@ -1,3 +1,4 @@
+import importlib
 import re
 import shutil
 import subprocess
@@ -31,6 +32,40 @@ def test_import_is_lazy() -> None:
 def test_every_exported_name_resolves_and_is_listed(name: str) -> None:
     assert getattr(omnitrain, name).__name__ == name
     assert name in dir(omnitrain)
+
+
+OLD_NAMES = {  # module -> names that `import omnitrain as ot` had at the top
+    "checkpoint": "load_optimizer save_optimizer",
+    "data": "ChatRenderer MediaSpan Rejected TemplateRenderer Waveform open_sources pack_all",
+    "models": "Answer OmniOutput merge_lora",
+    "notebook": "RankError RankResults data_stats launch preview",
+    "optim": "gradient_norm",
+    "parallel": "ComponentLayout ModelLayout ParallelState VerifyReport VerifyRow layout_of",
+    "recipe": "ChatFormat DataSource Layout Precision Sampling parse_layout",
+}
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, name) for m, names in OLD_NAMES.items() for name in names.split()])
+def test_a_name_that_is_not_at_the_top_any_more_says_where_it_is_and_is_there(module: str, name: str) -> None:
+    with pytest.raises(AttributeError) as told:
+        getattr(omnitrain, name)
+    assert str(told.value) == f"omnitrain has no {name}: use ot.{module}.{name}"
+    assert module in dir(omnitrain) and getattr(getattr(omnitrain, module), name).__name__ == name
+
+
+@pytest.mark.parametrize("name", ["gathered", "loss_peers", "serving"])
+def test_a_name_that_no_code_needs_any_more_says_to_leave_it_out(name: str) -> None:
+    with pytest.raises(AttributeError, match=f"omnitrain has no {name}: leave it out"):
+        getattr(omnitrain, name)
+
+
+def test_at_most_27_names_are_at_the_top() -> None:
+    assert len(omnitrain.__all__) <= 27
+
+
+@pytest.mark.parametrize("module", OLD_NAMES)
+def test_a_module_of_names_loads_on_first_use(module: str) -> None:
+    assert omnitrain.__getattr__(module) is importlib.import_module(f"omnitrain.{module}")
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -109,7 +109,7 @@ def test_both_data_sets_of_the_readme_are_the_same_sample(here: Path) -> None:
     processor = tiny_processor(tiny_model(decoders={}))
     one, two = (
         processor.sample(rows[0])
-        for rows in ot.open_sources([ot.DataSource(path=path) for path in ("mine.jsonl", "mine.parquet")])
+        for rows in ot.data.open_sources([ot.recipe.DataSource(path=path) for path in ("mine.jsonl", "mine.parquet")])
     )
     assert one.input_ids.tolist() == two.input_ids.tolist() and one.loss_mask.sum() == len("A cat.") + 1
     assert [span.component for span in one.spans] == ["image_encoder"] == [span.component for span in two.spans]
@@ -234,7 +234,7 @@ def test_every_yaml_block_is_part_of_a_recipe_or_a_row(here: Path, page: str, nu
     if "messages" in tree:
         row = tree | {name: [f"{name}.bin"] for name in ("images", "audios", "videos") if name in tree}
         (here / "rows.jsonl").write_text(json.dumps(row))
-        (rows,) = ot.open_sources([ot.DataSource(path="rows.jsonl")])
+        (rows,) = ot.data.open_sources([ot.recipe.DataSource(path="rows.jsonl")])
         assert [message["role"] for message in rows[0].messages] == [message["role"] for message in tree["messages"]]
         assert not rows[0].problem and ("photos/cat.png" in text) == (rows[0].media["image"] == ["photos/cat.png"] * 4)
         return
@@ -268,14 +268,14 @@ def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -
 COMMANDS_ELSEWHERE = {
     "run quickstart --nproc 2": ".ci/run",
     "run my.yaml --nproc 4": ".ci/run",
-    "run quickstart output_dir=runs/mine train.micro_batches=6 --nproc 4": "tests/train/test_killed_runs.py",
+    "run quickstart output_dir=runs/mine train.packs_per_step=6 --nproc 4": "tests/train/test_killed_runs.py",
     "verify quickstart": "tests/train/verbs/test_verify.py",
-    "schedule quickstart": "tests/train/verbs/test_schedule.py",
+    "show quickstart --schedule": "tests/train/verbs/test_schedule.py",
     "profile quickstart": "tests/train/test_profile.py",
     "generate runs/quickstart --prompts": "tests/train/verbs/test_answers.py",
     "generate runs/mine --prompt draw a 7 --guidance": "tests/train/test_guided_runs.py",
     "generate runs/mine --prompt draw a 7 --size": "tests/models/decoders/test_sizes.py",
-    "chat runs/quickstart": "tests/train/verbs/test_answers.py",
+    "generate runs/quickstart --chat": "tests/train/verbs/test_answers.py",
     "check finetune_vlm": "tests/test_recipes.py",
 }
 
@@ -328,7 +328,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         "=200": "=2",
         "=3000": "=3",
         "=400": "=4",
-        "save_every=100": "save_every=1",
+        "save.every=100": "save.every=1",
         "prompt_0.flac": "prompt_0.wav",
     }
     tiny["video_to_text_1_prompt_0.png"] = "video_to_text_1_prompt_0.webp"

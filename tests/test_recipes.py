@@ -155,10 +155,10 @@ def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_
     data = [f"data.{kind}=[{{path: {tiny['images']}}}]" for kind in ("train", "heldout")]
     parts = [f"model.foundation={tiny['llava']}", *data]
     often = [
-        "train.save_every=1",
-        "train.async_save=false",
+        "train.save.every=1",
+        "train.save.background=false",
         "evaluation={loss_every: 1, max_new_tokens: 1}",
-        "train.micro_batches=2",
+        "train.packs_per_step=2",
     ]
     overrides = [*SMALL, *parts, *often, f"output_dir={tmp_path / 'run'}"]
     look_at(Recipe.load("preemptible", overrides))
@@ -228,10 +228,10 @@ def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, 
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
     layout = [
-        "train.micro_batches=2",
+        "train.packs_per_step=2",
         "parallel.default.ulysses=2",
         "parallel.default.ep=2",
-        "parallel.default.expert_chunks=2",
+        "parallel.default.experts.chunks=2",
     ]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "long_experts", overrides) == [2] * 2
@@ -251,7 +251,7 @@ def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
 def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
-    layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
+    layout = ["parallel.components.foundation.pp=2", "train.packs_per_step=3"]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "pipeline", overrides) == [2] * 2
 
@@ -259,7 +259,7 @@ def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str,
 def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
-    layout = ["parallel.components.foundation.pp=2", "train.micro_batches=3"]
+    layout = ["parallel.components.foundation.pp=2", "train.packs_per_step=3"]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "separate_encoder", overrides) == [2] * 2
 
@@ -267,7 +267,7 @@ def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: d
 def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
-    overrides = [*parts, "train.micro_batches=4", f"output_dir={tmp_path / 'run'}"]
+    overrides = [*parts, "train.packs_per_step=4", f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "vision_section", overrides) == [2] * 2
 
 
@@ -276,7 +276,7 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
         f"model.encoders.{name}_encoder.tower={tiny[of]}" for name, of in (("image", "siglip"), ("audio", "whisper"))
     ]
     parts += [f"model.foundation={tiny['qwen3']}", "model.encoders.image_encoder.projector.factor=2"]
-    parts += [f"data.train=[{{path: {tiny['images']}}}, {{path: {tiny['speech']}}}]", "train.micro_batches=4"]
+    parts += [f"data.train=[{{path: {tiny['images']}}}, {{path: {tiny['speech']}}}]", "train.packs_per_step=4"]
     overrides = [*parts, f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 3, "media_section", overrides) == [2] * 3
     rows = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["encoders"]
@@ -286,7 +286,7 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
 def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
-    overrides = [*parts, "train.micro_batches=4", "data.workers=1", f"output_dir={tmp_path / 'run'}"]
+    overrides = [*parts, "train.packs_per_step=4", "data.workers=1", f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "tower_section", overrides) == [2] * 2
     rows = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["encoders"]
     assert rows["image_encoder.tower"]["moved"] == rows["image_encoder.tower"]["items"] > 0
@@ -300,7 +300,7 @@ def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     own = {"losses": "text: '{}:distilled'", "metrics": "agreement: '{}:agreement'"}
     functions = [f"train.{key}={{{function.format(tmp_path / 'loss.py')}}}" for key, function in own.items()]
     parts = [f"model.foundation={tiny['qwen3']}", f"model.teachers.big={tiny['deep']}", *functions]
-    layout = ["parallel.sections.teachers.ranks=1", "train.micro_batches=4", "data.workers=1"]
+    layout = ["parallel.sections.teachers.ranks=1", "train.packs_per_step=4", "data.workers=1"]
     layout += ["data.chat.end=<|end|>"]  # a token of both
     overrides = [*parts, *layout, f"data.train=[{{path: {tiny['texts']}}}]", f"output_dir={tmp_path / 'run'}"]
     assert ranks.run(steps_on_a_rank, "teacher_section", overrides, timeout_s=120, world=2) == [2] * 2
@@ -314,7 +314,12 @@ def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
     foundation = "parallel.components.foundation"
-    layout = [f"{foundation}.ep=2", f"{foundation}.pp=1", f"{foundation}.schedule.chunks=null", "train.micro_batches=4"]
+    layout = [
+        f"{foundation}.ep=2",
+        f"{foundation}.pp=1",
+        f"{foundation}.schedule.chunks=null",
+        "train.packs_per_step=4",
+    ]
     overrides = [*parts, *layout, f"output_dir={tmp_path / 'run'}"]
     assert run_on_ranks(ranks, 2, "overlapped_experts", overrides) == [2] * 2
 

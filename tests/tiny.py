@@ -261,9 +261,9 @@ def tiny_recipe(
             "cpu_threads": 1,
             "log_every": 1,
             "report": False,
-            "async_save": False,  # the process that writes takes two seconds to start
             "optimizer": {"warmup_steps": 1},
             **train,
+            "save": {"background": False, **train.get("save", {})},  # the process that writes takes 2 s to start
         },
         **({"evaluation": {"max_new_tokens": 1}} if evaluated else {}),
     }
@@ -274,7 +274,7 @@ def tiny_recipe(
 
 def tiny_moe_recipe(folder: Path, *, evaluated: bool = False) -> Path:
     """The same over text alone, two packs per step, of a language model with eight experts per layer."""
-    path = tiny_recipe(folder, evaluated=evaluated, micro_batches=2)
+    path = tiny_recipe(folder, evaluated=evaluated, packs_per_step=2)
     recipe = yaml.safe_load(path.read_text())
     config = {key: value for key, value in FOUNDATION.items() if key != "head_dim"} | EXPERTS
     recipe["model"] = {"foundation": {"config": config}, "tokenizer": recipe["model"]["tokenizer"]}

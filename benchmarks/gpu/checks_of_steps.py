@@ -146,7 +146,7 @@ def resumed(device: torch.device) -> float:
     """A run saves in the background, and its next step after a resume has the loss that it had; 0: to the bit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        changes = ("train.steps=3", "train.save_every=2", "train.async_save=true")
+        changes = ("train.steps=3", "train.save.every=2", "train.save.background=true")
         with quickstart(run, device, *changes) as trainer:
             last = trainer.fit().checkpoint
         whole = last_loss(run)

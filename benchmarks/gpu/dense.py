@@ -46,7 +46,7 @@ def run(tiny: bool, folder: Path) -> Figures:
         fields, ops = KINDS[kind]
         if fields.get("compile") and load.device.type != "cuda":
             raise UserError("compiled blocks are measured only on CUDA")
-        plan = ComponentPlan.model_validate(fields | {"recompute": recompute})
+        plan = ComponentPlan.model_validate(fields | {"memory": {"recompute": recompute}})
         return run_omnitrain(config(), batches, load, plan, Ops.model_validate(ops | {"attention": attention}))
 
     yield from sides.run({kind: partial(of_omnitrain, kind, "none") for kind in KINDS})

@@ -78,13 +78,13 @@ class TinyStep:
 
 STEPS = {
     **{kind: TinyStep(kind) for kind in PLAIN},
-    "text recompute": TinyStep("text", {"recompute": "full"}),
-    "text selective recompute": TinyStep("text", {"recompute": "selective"}),
-    "text activation offload": TinyStep("text", {"activation_offload": True}),
-    "text optimizer offload": TinyStep("text", {"optimizer_offload": True}),
-    "text parameter offload": TinyStep("text", {"parameter_offload": True}),
+    "text recompute": TinyStep("text", {"memory": {"recompute": "full"}}),
+    "text selective recompute": TinyStep("text", {"memory": {"recompute": "selective"}}),
+    "text activation offload": TinyStep("text", {"memory": {"offload": ["activations"]}}),
+    "text optimizer offload": TinyStep("text", {"memory": {"offload": ["optimizer"]}}),
+    "text parameter offload": TinyStep("text", {"memory": {"offload": ["parameters"]}}),
     "text liger": TinyStep("text", {}, LIGER),
     "experts exchange": TinyStep("experts", chunks=3),
-    "experts recompute parts": TinyStep("experts", {"recompute": "parts"}, chunks=2),
+    "experts recompute parts": TinyStep("experts", {"memory": {"recompute": "parts"}}, chunks=2),
     "text compile": TinyStep("text", {"compile": True}),  # the slowest, so the last
 }

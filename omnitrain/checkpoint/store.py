@@ -272,7 +272,7 @@ def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None =
         if not checkpoint.is_dir():
             raise UserError(
                 f"checkpoint {checkpoint} was removed while it was read: its run is still training and keeps only the "
-                "newest train.keep_last; read the newest one, or a copy"
+                "newest train.save.keep_last; read the newest one, or a copy"
             )
         raise DamagedCheckpointError(
             f"checkpoint {checkpoint} is damaged: {names} do not match {_MANIFEST}; use another one: `omnitrain run "

@@ -34,7 +34,7 @@ def override_hint(option: str, arguments: Sequence[str], is_near_option: bool = 
         return f"{option}: {_NO_DASHES}; write `{exact or near}={_value(option, arguments)}`"
     if near is None and "." not in name:
         return None
-    advice = f"did you mean `{near}={_value(option, arguments)}`?" if near else "`omnitrain schema` prints all"
+    advice = f"did you mean `{near}={_value(option, arguments)}`?" if near else "`omnitrain show --schema` prints all"
     return f"{option}: {_NO_DASHES}, and none is called `{name}`; {advice}"
 
 

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from omnitrain.cli.arguments import OverridesArgument, RecipeArgument
 from omnitrain.cli.ctrl_c import raised_again_where_lost
 from omnitrain.cli.dashes import override_hint
+from omnitrain.cli.generate import generate
 from omnitrain.cli.resume_hint import resume_hint
+from omnitrain.cli.show import show
 from omnitrain.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -32,11 +35,18 @@ from omnitrain.packages import require_fitting_torchvision
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
-    from omnitrain.train.verbs.answer import Answerer
 
 # The verbs that take overrides.
-_WITH_RECIPE = ("check", "run", "resume", "preview", "data", "profile", "verify", "schedule")
-_MODEL_VERBS = (*_WITH_RECIPE, "generate", "chat", "export")  # the others work without torch or transformers
+_WITH_RECIPE = ("show", "check", "run", "profile", "verify")
+_MODEL_VERBS = ("check", "run", "profile", "verify", "generate", "export")  # the others work without torch
+_OLD_VERBS = {
+    "resume": "run FOLDER",
+    "schedule": "show RECIPE --schedule",
+    "preview": "show RECIPE --packs",
+    "data": "show RECIPE --stats",
+    "schema": "show --schema",
+    "chat": "generate CHECKPOINT --chat",
+}
 
 
 class _Verbs(TyperGroup):
@@ -66,6 +76,11 @@ class _Verbs(TyperGroup):
             _say(words)
             raise typer.Exit(EXIT_USER_ERROR) from None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _OLD_VERBS:
+            raise UserError(f"there is no `omnitrain {args[0]}`; write `omnitrain {_OLD_VERBS[args[0]]}`")
+        return super().resolve_command(ctx, args)
+
 
 def _say(message: str) -> None:
     from omnitrain.train.launch.environment import own_words
@@ -78,14 +93,6 @@ app = typer.Typer(
     cls=_Verbs, no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]
-OverridesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY.SUB=VALUE]...", help="Overrides, such as train.steps=20.")
-]
-
-PageOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", dir_okay=False, help="Also write one page that needs no network.")
-]
 RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
 RestartsOption = Annotated[
     int,
@@ -128,12 +135,7 @@ def list_shipped() -> None:
         typer.echo(f"{name}  {summary(path)}".rstrip())
 
 
-@app.command()
-def show(name: RecipeArgument) -> None:
-    """Print a recipe."""
-    from omnitrain.recipe.shipped import find_recipe
-
-    typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+app.command()(show)
 
 
 @app.command()
@@ -193,21 +195,26 @@ def check(
 
 
 def names_a_model(name: str) -> bool:
-    """Return whether ``name`` is a model: a folder, or ``org/name`` of the Hub.
-
-    Recipes are files or bare names; a shipped recipe takes precedence over a folder of the same name.
-    """
+    """Return whether ``name`` is a model: a folder, or ``org/name`` of the Hub; recipes are files or bare names."""
     from omnitrain.recipe.shipped import list_recipes
 
     path = Path(name)
-    if name in list_recipes():
-        return False
-    return path.is_dir() or (name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml"))
+    is_hub_id = name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml")
+    return name not in list_recipes() and (path.is_dir() or is_hub_id)
+
+
+def names_a_folder(name: str) -> bool:
+    """Return whether ``name`` is a folder; a shipped recipe takes precedence over a folder of the same name."""
+    from omnitrain.recipe.shipped import list_recipes
+
+    return Path(name).is_dir() and name not in list_recipes()
 
 
 @app.command()
 def run(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str, typer.Argument(metavar="RECIPE", help="A recipe, or the folder of a run, which then continues.")
+    ],
     overrides: OverridesArgument = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
@@ -219,44 +226,33 @@ def run(
     nproc: RanksOption = 1,
     max_restarts: RestartsOption = 0,
 ) -> None:
-    """Train a recipe."""
+    """Train a recipe, or continue a run from its folder alone, with the recipe that is saved in it."""
     from omnitrain.train.launch.environment import end_with_launcher, is_first_process
 
     end_with_launcher()
     if resume and auto_resume:
         raise UserError("--resume and --auto-resume exclude each other: --auto-resume also continues; remove --resume")
-    resolved = _loaded(recipe, overrides)
-    if is_first_process():
+    words = [recipe, *(overrides or []), *["--resume"] * resume, *["--auto-resume"] * auto_resume]
+    is_folder = names_a_folder(recipe)
+    resolved = _recipe_of_run(Path(recipe), overrides) if is_folder else _loaded(recipe, overrides)
+    if is_first_process() and not is_folder:
         for advice in resolved.advice():
             typer.echo(f"omnitrain: {advice}", err=True)
-    words = [*(overrides or []), *["--resume"] * resume, *["--auto-resume"] * auto_resume]
-    _train(resolved, recipe, ["run", recipe, *words], nproc, max_restarts, "auto" if auto_resume else resume)
+    _train(resolved, recipe, ["run", *words], nproc, max_restarts, "auto" if auto_resume else resume or is_folder)
 
 
-@app.command()
-def resume(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run.")],
-    overrides: OverridesArgument = None,
-    nproc: RanksOption = 1,
-    max_restarts: RestartsOption = 0,
-) -> None:
-    """Continue a run from its folder alone, with the recipe that is saved in it."""
-    from omnitrain.recipe import Recipe, list_recipes
-    from omnitrain.train.launch.environment import end_with_launcher
-
-    end_with_launcher()
+def _recipe_of_run(folder: Path, overrides: list[str] | None) -> Recipe:
     saved = folder / "recipe.yaml"
-    if folder.is_file() or (str(folder) in list_recipes() and not saved.is_file()):
-        raise UserError(
-            f"{folder} is a recipe, and `resume` takes the folder of a run: `omnitrain run {folder}` starts a run, and "
-            f"with --resume continues the one in its output_dir"
-        )
     if not saved.is_file():
-        raise UserError(f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one")
-    resolved = Recipe.load(saved, [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])
+        raise UserError(
+            f"{folder} is not the folder of a run (no recipe.yaml); name the output_dir of one, or a recipe"
+        )
+    resolved = _loaded(str(saved), [f"output_dir={json.dumps(str(folder))}", *(overrides or [])])
     if resolved.output_dir != str(folder):
-        raise UserError(f"resume continues the run in {folder}, not in {resolved.output_dir}; remove output_dir=")
-    _train(resolved, str(saved), ["resume", str(folder), *(overrides or [])], nproc, max_restarts, True)
+        raise UserError(
+            f"{folder} is the folder of a run, which continues there, not in {resolved.output_dir}; remove output_dir="
+        )
+    return resolved
 
 
 def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
@@ -273,7 +269,7 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
     if counts_samples(recipe) and world_size() == 1:
         with _all_problems(recipe, name, nproc):
             recipe = in_steps(recipe)
-        in_words = [f"train.steps={recipe.train.steps}", f"train.micro_batches={recipe.train.micro_batches}"]
+        in_words = [f"train.steps={recipe.train.steps}", f"train.packs_per_step={recipe.train.packs_per_step}"]
         command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
     if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
         if is_first_process():  # before ranks start, and weights are loaded
@@ -350,57 +346,6 @@ def _all_problems(recipe: Recipe, name: str, num_ranks: int) -> Iterator[None]:
 
 
 @app.command()
-def preview(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    packs: Annotated[int, typer.Option(help="Number of packs to show.", min=1)] = 2,
-    output: PageOption = None,
-) -> None:
-    """Show packs as the model gets them: tokens, loss mask, media, positions, and rows that were rejected."""
-    resolved = _loaded(recipe, overrides)
-
-    from omnitrain.train.metrics.console import console
-    from omnitrain.train.verbs.preview import preview as make_preview
-
-    shown = make_preview(resolved, packs=packs)
-    console.print(shown, soft_wrap=True)
-    if output is not None:
-        typer.echo(shown.save(output))
-
-
-data_verbs = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-app.add_typer(data_verbs, name="data")
-
-
-@data_verbs.callback()
-def data() -> None:
-    """Measure the data of a recipe."""
-
-
-@data_verbs.command()
-def stats(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    rows: Annotated[int, typer.Option(help="Number of rows of each data set to measure.", min=1)] = 2000,
-    output: PageOption = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Also write the numbers.")
-    ] = None,
-) -> None:
-    """Measure lengths, modalities, rejected rows, epochs and the expected fill of packs, as a run would read them."""
-    resolved = _loaded(recipe, overrides)
-
-    from omnitrain.train.metrics.console import console
-    from omnitrain.train.verbs.data_stats import data_stats
-
-    found = data_stats(resolved, rows=rows)
-    console.print(found)
-    for file in (output and found.save(output), json_file and found.save_json(json_file)):
-        if file is not None:
-            typer.echo(file)
-
-
-@app.command()
 def verify(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
@@ -459,151 +404,7 @@ def profile(
     leave_process_groups()
 
 
-@app.command()
-def schedule(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    nproc: Annotated[
-        int | None, typer.Option(help="Number of ranks of the run. Default: a number that fits the plan.", min=1)
-    ] = None,
-    forward: Annotated[
-        float | None, typer.Option(help="Seconds of the forward of a micro-batch through all stages.")
-    ] = None,
-    backward: Annotated[
-        float | None, typer.Option(help="Seconds of its backward. Default: twice as long as the forward.")
-    ] = None,
-    encode: Annotated[
-        float | None,
-        typer.Option(help="Seconds in which one rank encodes a micro-batch, for each encoder of a section."),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the stages and the simulated step.")
-    ] = None,
-) -> None:
-    """Show the schedule of a recipe's pipeline and sections, and simulate a step. Starts no ranks."""
-    for option, seconds in (("--forward", forward), ("--backward", backward), ("--encode", encode)):
-        if seconds is not None and seconds <= 0:
-            raise UserError(f"{option}: found {seconds:g}; expected a number of seconds above 0")
-    resolved = _loaded(recipe, overrides)
-
-    from omnitrain.train.verbs.schedule import show_schedule
-
-    shown = show_schedule(resolved, nproc, forward=forward, backward=backward, encode=encode)
-    if json_file is not None:
-        json_file.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {json_file}")
-
-
-CheckpointArgument = Annotated[
-    Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a run, or of a saved omni model.")
-]
-OutputOption = Annotated[Path, typer.Option(metavar="DIR", file_okay=False, help="Folder for generated media.")]
-TokensOption = Annotated[int, typer.Option(min=1, help="Maximum length of the answer, text and media tokens together.")]
-TemperatureOption = Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")]
-GuidanceOption = Annotated[
-    float, typer.Option(min=0.0, help="Guidance of media that the model writes; 1: none, and half the work.")
-]
-SizeOption = Annotated[
-    str | None, typer.Option(metavar="WxH", help="Size of written images, one of the decoder's `image_sizes`.")
-]
-SeedOption = Annotated[int, typer.Option(min=0, help="Random seed of sampling.")]
-PluginOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
-]
-
-
-@app.command()
-def generate(
-    checkpoint: CheckpointArgument,
-    prompt: Annotated[str | None, typer.Option(help="Text of the user's message; media come before it.")] = None,
-    image: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Image file to read; repeatable.")] = None,
-    audio: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Audio file to read; repeatable.")] = None,
-    video: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Video file to read; repeatable.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            dir_okay=False,
-            help="In place of --prompt: a JSON Lines file with `prompt` (and `images`, ...) or `messages` in each "
-            "line. The answers are written to answers.jsonl in --output.",
-        ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: number of prompts to answer at once.")] = 16,
-    output: OutputOption = Path("generated"),
-    max_new_tokens: TokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    guidance: GuidanceOption = 1.0,
-    size: SizeOption = None,
-    seed: SeedOption = 0,
-    plugin: PluginOption = None,
-) -> None:
-    """Answer a prompt, or a file of prompts, with text, images and audio, on CUDA if available."""
-    from omnitrain.train.verbs.answer import require_files, what_was_cut
-
-    if (prompt is None) == (prompts is None) or (prompts is not None and (image or audio or video)):
-        raise UserError("generate needs either --prompt TEXT (with --image, --audio, --video), or --prompts FILE")
-    media = {"image": image or [], "audio": audio or [], "video": video or []}
-    require_files(media)
-    answerer = _answerer(checkpoint, output, max_new_tokens, temperature, guidance, size, seed, plugin)
-    if prompt is not None:
-        answered, parts = answerer.answer(prompt, media)
-        for part in parts:
-            typer.echo(part)
-        if (cut := what_was_cut(answered, max_new_tokens)) is not None:
-            typer.echo(f"omnitrain: {cut}", err=True)
-    elif prompts is not None:
-        from omnitrain.train.verbs.answer import answer_file
-
-        answers = output / "answers.jsonl"
-        num_failed = answer_file(
-            answerer,
-            prompts,
-            answers,
-            batch_size,
-            lambda done, of: typer.echo(f"{done} of {of} prompts are answered", err=True),
-        )
-        typer.echo(answers)
-        if num_failed:
-            raise UserError(f"{num_failed} prompts have no answer; {answers} says why (`error`)")
-
-
-def _answerer(
-    checkpoint: Path,
-    output: Path,
-    max_new_tokens: int,
-    temperature: float,
-    guidance: float,
-    size: str | None,
-    seed: int,
-    plugins: list[str] | None,
-) -> Answerer:
-    from omnitrain.recipe.plugins import import_plugin
-    from omnitrain.train.verbs.answer import Answerer
-
-    for name in plugins or []:
-        import_plugin(name)
-    sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    return Answerer(checkpoint, output_dir=output, guidance=guidance, size=size, **sampling)
-
-
-@app.command()
-def chat(
-    checkpoint: CheckpointArgument,
-    output: OutputOption = Path("generated"),
-    max_new_tokens: TokensOption = 256,
-    temperature: TemperatureOption = 0.0,
-    guidance: GuidanceOption = 1.0,
-    size: SizeOption = None,
-    seed: SeedOption = 0,
-    plugin: PluginOption = None,
-) -> None:
-    """Talk with a model that stays loaded, with images, sound and videos."""
-    from omnitrain.train.verbs.chat import chat as talk
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - arrow keys and a history for input()
-    talk(_answerer(checkpoint, output, max_new_tokens, temperature, guidance, size, seed, plugin), input, typer.echo)
+app.command()(generate)
 
 
 @app.command()
@@ -644,14 +445,6 @@ def report(
 
     file = output or (runs[0] / REPORT_FILE if len(runs) == 1 else Path(REPORT_FILE))
     typer.echo(write_report(runs, file))
-
-
-@app.command()
-def schema() -> None:
-    """Print the JSON schema of recipes, for completion in an editor."""
-    from omnitrain.recipe import json_schema
-
-    typer.echo(json.dumps(json_schema(), indent=2))
 
 
 @app.command()

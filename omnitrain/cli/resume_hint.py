@@ -19,7 +19,7 @@ def resume_hint(folder: str) -> str:
     """
     is_launched = LAUNCHER in os.environ  # by `omnitrain run --nproc`
     ranks = ["--nproc", str(world_size())] if is_launched else []
-    command = shlex.join(["resume", folder, *ranks])
+    command = shlex.join(["run", folder, *ranks])
     if world_size() > 1 and not is_launched:
         return f"to continue, start `-m omnitrain {command}` in place of `-m omnitrain run ...`"
     found = shutil.which("omnitrain")

@@ -8,26 +8,51 @@ from omnitrain.exports import on_first_use
 
 if TYPE_CHECKING:
     from omnitrain.data.loading.loader import build_dataloader
+    from omnitrain.data.packing.budget import pack_all
     from omnitrain.data.packing.pack import Pack
+    from omnitrain.data.packing.sample import MediaSpan, Rejected
     from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
     from omnitrain.data.render.processor import OmniProcessor
+    from omnitrain.data.render.renderer import ChatRenderer
+    from omnitrain.data.render.template_renderer import TemplateRenderer
+    from omnitrain.data.sources.media import Waveform
     from omnitrain.data.sources.rows import open_sources
 
-__all__ = ["OmniDataCollatorWithPacking", "OmniProcessor", "Pack", "build_dataloader", "open_sources"]
+__all__ = [
+    "ChatRenderer",
+    "MediaSpan",
+    "OmniDataCollatorWithPacking",
+    "OmniProcessor",
+    "Pack",
+    "Rejected",
+    "TemplateRenderer",
+    "Waveform",
+    "build_dataloader",
+    "open_sources",
+    "pack_all",
+]
 
-_ROWS = "use ot.open_sources([ot.DataSource(path=...)])[0], or any dataset of torch or HF `datasets`"
-_TEMPLATE = "use ot.TemplateRenderer(AutoProcessor.from_pretrained(path), model.native_inputs) in an ot.OmniProcessor"
+_ROWS = "use ot.data.open_sources([ot.recipe.DataSource(path=...)])[0], or any dataset of torch or HF `datasets`"
+_TEMPLATE = (
+    "use ot.data.TemplateRenderer(AutoProcessor.from_pretrained(path), model.native_inputs) in an ot.OmniProcessor"
+)
 _PACKED = "use OmniDataCollatorWithPacking(model.native_inputs): packs have no padding"
 _SHARDED = "leave it out: ot.step_planner(model) divides the packs of all ranks, sequences included"
 
 __getattr__ = on_first_use(
     __name__,
     {
+        "ChatRenderer": "omnitrain.data.render.renderer",
+        "MediaSpan": "omnitrain.data.packing.sample",
         "OmniDataCollatorWithPacking": "omnitrain.data.render.packing_collator",
         "OmniProcessor": "omnitrain.data.render.processor",
         "Pack": "omnitrain.data.packing.pack",
+        "Rejected": "omnitrain.data.packing.sample",
+        "TemplateRenderer": "omnitrain.data.render.template_renderer",
+        "Waveform": "omnitrain.data.sources.media",
         "build_dataloader": "omnitrain.data.loading.loader",
         "open_sources": "omnitrain.data.sources.rows",
+        "pack_all": "omnitrain.data.packing.budget",
     },
     {  # what VeOmni's package of this name has, or had, besides
         "build_dataset": _ROWS,

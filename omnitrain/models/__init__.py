@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 from omnitrain.exports import on_first_use
 
 if TYPE_CHECKING:
+    from omnitrain.models.adapters.lora import merge_lora
+    from omnitrain.models.components.outputs import OmniOutput
     from omnitrain.models.omni.build import build_foundation_model, build_omni_model
+    from omnitrain.models.omni.generate import Answer
     from omnitrain.models.omni.model import OmniModel
 
-__all__ = ["OmniModel", "build_foundation_model", "build_omni_model"]
+__all__ = ["Answer", "OmniModel", "OmniOutput", "build_foundation_model", "build_omni_model", "merge_lora"]
 
 _PRETRAINED = "use transformers' {}.from_pretrained(path), or ot.OmniProcessor for rows of messages"
 _SAVED = "call model.save_pretrained(folder) on all ranks, and processor.save_pretrained(folder) on one"
@@ -18,9 +21,12 @@ _SAVED = "call model.save_pretrained(folder) on all ranks, and processor.save_pr
 __getattr__ = on_first_use(
     __name__,
     {
+        "Answer": "omnitrain.models.omni.generate",
         "OmniModel": "omnitrain.models.omni.model",
+        "OmniOutput": "omnitrain.models.components.outputs",
         "build_foundation_model": "omnitrain.models.omni.build",
         "build_omni_model": "omnitrain.models.omni.build",
+        "merge_lora": "omnitrain.models.adapters.lora",
     },
     {  # what VeOmni's package of this name has besides
         "build_tokenizer": _PRETRAINED.format("AutoTokenizer"),

@@ -169,7 +169,7 @@ def count(run: Callable[[], Sequence[Tensor]], model: nn.Module, recomputed: Ite
 
 
 class _Counter(TorchDispatchMode):
-    """Counts a product if an operand of it has no content. The others are constants, such as rotary angles."""
+    """Counts a product if an operand of it has no content. Other products are of constants, such as rotary angles."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ _changed_by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 @contextmanager
 def changed_by_one_thread(module: nn.Module) -> Iterator[None]:
-    """Assert that no other thread changes the module meanwhile: what its forward reads is changed for one call."""
+    """Assert that no other thread changes the module meanwhile: for one call, its forward reads other values."""
     thread, former = get_ident(), _changed_by.get(module)
     assert former in (None, thread), f"two threads run {type(module).__name__} at once, which is changed for a call"
     _changed_by[module] = thread

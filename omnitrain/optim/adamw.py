@@ -55,7 +55,7 @@ def require_fp32(dtypes: Mapping[str, torch.dtype]) -> None:
     if low := sorted(name for name, dtype in dtypes.items() if dtype != torch.float32):
         raise UserError(
             f"{len(low)} trainable tensors are not float32 ({low[0]}, ...); leave precision.param of the plan unset, "
-            "or set optimizer_offload, which keeps an fp32 copy. If you build the model yourself, use "
+            "or set `memory.offload: [optimizer]`, which keeps an fp32 copy. If you build the model yourself, use "
             "torch_dtype=torch.float32"
         )
 

@@ -85,8 +85,8 @@ def build_optimizer(
     if settings.state == "int8":
         if with_copy:
             raise UserError(
-                "train.optimizer.state: found 'int8' with a plan's optimizer_offload, which keeps the state in host "
-                "memory; use one of the two"
+                "train.optimizer.state: found 'int8' with `memory.offload: [optimizer]` of a plan, which keeps the "
+                "state in host memory; use one of the two"
             )
         kind = AdamW8bit
     make = partial(kind, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, fused=True)

@@ -71,7 +71,7 @@ def lora_problems(
             yield f"{path}.lora: async_ulysses does not support adapters; use only one of the two"
         yield from _dropout_problems(f"{path}.lora.dropout", of_component, plan.of(name).tp or 1)
         precision = plan.of(name).precision
-        if of_component.tokens and precision is not None and precision.param not in (None, "float32"):
+        if of_component.tokens and precision.param not in (None, "float32"):
             yield (
                 f"{plan.path_of(name, 'precision')}.precision.param: found {precision.param}, but rows of new "
                 f"tokens train (ids {', '.join(map(str, of_component.tokens))}), so the embeddings must be float32; "

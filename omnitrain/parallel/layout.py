@@ -19,7 +19,7 @@ from omnitrain.parallel.layout_table import LayoutRow, LayoutTable
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sections.edges import FeatureEdge
-from omnitrain.parallel.sequence.async_ulysses.apply import AsyncUlyssesModules
+from omnitrain.parallel.sequence.async_ulysses.check import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
 from omnitrain.plan import StepPlan
@@ -48,16 +48,6 @@ class ComponentLayout:
     async_ulysses: AsyncUlyssesModules | None = None
     tokens: TokenSharding | None = None  # whether sequence parallelism was applied, if the plan asks for it
     tower: SharedTower | None = None  # its shared blocks, if the ranks of a sequence group make its calls together
-
-    @property
-    def num_replicas(self) -> int:
-        """The number of copies of its parameters."""
-        return self.plan.dp_replicate or 1
-
-    @property
-    def num_shards(self) -> int:
-        """The number of ranks that share one copy."""
-        return self.plan.dp_shard or 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +127,7 @@ class ModelLayout:
     def offloaded(self, model: OmniModel) -> list[nn.Parameter]:
         """Return the trained parameters whose optimizer state lives in host memory."""
         parameters = dict(model.named_parameters())
-        names = [n for c in self.components.values() if c.plan.optimizer_offload for n in c.parameters]
+        names = [n for c in self.components.values() if c.plan.memory.offloads("optimizer") for n in c.parameters]
         trained = [parameters[name] for name in names if parameters[name].requires_grad]
         return [parameter for parameter in trained if not parameter.is_meta]
 
@@ -177,7 +167,7 @@ def layout_of(model: OmniModel) -> ModelLayout | None:
 
 
 def remember_layout(model: OmniModel, layout: ModelLayout) -> None:
-    """Store ``layout`` on the model, and who holds its parameters for norms of its gradients."""
+    """Store ``layout`` on the model, and the holders of its parameters for norms of its gradients."""
     pipeline, state = layout.pipeline, layout.state
     shared = {} if pipeline is None else pipeline.held_by_several(model)
     setattr(model, _ATTRIBUTE, replace(layout, shared=shared))
@@ -220,16 +210,10 @@ def _row(
     name: str, section: str, plan: ComponentPlan, units: int, parameters: list[nn.Parameter], *methods: object
 ) -> LayoutRow:
     """``methods``: of sequence parallelism; some may be None."""
-    assert plan.precision is not None
-    offload: dict[str, bool | None] = {
-        "activations": plan.activation_offload,
-        **{tensor.replace("_", " "): True for tensor in plan.offloaded_tensors or ()},
-        "parameters": plan.parameter_offload,
-        "optimizer": plan.optimizer_offload,
-    }
+    memory = plan.memory
     stored = "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-    ops = f" ({len(plan.saved_ops)} ops kept)" if plan.saved_ops is not None else ""
-    ops = f": {', '.join(plan.recomputed_parts)}" if plan.recomputed_parts else ops
+    ops = f" ({len(memory.kept_ops)} ops kept)" if memory.kept_ops is not None else ""
+    ops = f": {', '.join(memory.recomputed_parts)}" if memory.recomputed_parts else ops
     return LayoutRow(
         name=name,
         section=section,
@@ -239,15 +223,15 @@ def _row(
         parameters=sum(p.numel() for p in parameters),
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
         dtypes=f"{stored} / {plan.precision.compute or stored} / {plan.precision.reduce}",
-        recompute=f"{plan.recompute}{ops}",
-        offload=", ".join(name for name, is_offloaded in offload.items() if is_offloaded) or "none",
+        recompute=f"{memory.mode}{ops}",
+        offload=", ".join(what.replace("_", " ") for what in memory.offload or ()) or "none",
         sequence=_sequence(plan, *methods),
     )
 
 
 def _mesh(plan: ComponentPlan) -> str:
     tp = f" x tp {plan.tp}" if (plan.tp or 1) > 1 else ""
-    by = " by DeepEP" if plan.expert_dispatcher == "deepep" else ""
+    by = " by DeepEP" if plan.experts.dispatcher == "deepep" else ""
     ep = f", ep {plan.ep}{by}" if (plan.ep or 1) > 1 else ""
     stages = f"pp {plan.pp} x " if (plan.pp or 1) > 1 else ""
     return f"{stages}{plan.dp_replicate or 1} x {plan.dp_shard or 1}{tp}{ep}"

@@ -20,8 +20,7 @@ from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
 from omnitrain.models.omni.build import build_omni_model, require_device
-from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
-from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.model import OmniModel, rest_frozen_statistics
 from omnitrain.models.omni.save import keep_conversions
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
@@ -48,9 +47,9 @@ from omnitrain.parallel.placement import calling_axes, calling_state, place_comp
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.schedule.inference import InferenceOnRanks
-from omnitrain.parallel.sections.connect import connect_sections
+from omnitrain.parallel.sections.edges import connect_sections
 from omnitrain.parallel.sequence.apply import slice_of_call
-from omnitrain.parallel.sequence.async_ulysses.apply import apply_async_ulysses
+from omnitrain.parallel.sequence.async_ulysses.check import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
 from omnitrain.parallel.tensor.apply import shard_matrices
 from omnitrain.parallel.tensor.check import require_same_math, try_tokens
@@ -91,10 +90,10 @@ def build_parallelize_model(
             which needs less communication and more memory.
         enable_mixed_precision: compute in bf16 unless a plan sets another dtype. False: a plan with another compute
             dtype is an error. None: only the plans set the compute dtype.
-        enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan sets ``recompute``.
+        enable_gradient_checkpointing: recompute all blocks in the backward, unless a plan sets ``memory.recompute``.
         init_device: move the weights to ``cpu`` or ``cuda`` before sharding. None: leave them. Sharding moves them to
             the state's device, one FSDP unit at a time.
-        enable_fsdp_offload: keep parameter shards in host memory, unless a plan sets ``parameter_offload``.
+        enable_fsdp_offload: keep parameter shards in host memory, unless a plan sets ``memory.offload``.
 
     Returns:
         The omni model. Its forward and backward compute the same as one process with the samples of all ranks, and
@@ -161,22 +160,15 @@ def _prepare(
     where = where_weights_are(omni)
     require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
     states = with_own_groups(state, states_of_components(state, plan, plans))
-    try_out = partial(_tried_on_tiny_model, omni, plans, tensors, state, states)
-    tokens = first_ranks(try_out, state.of_section(MAIN).ranks)
+
+    def try_on_tiny_model() -> TokenSharding | None:
+        """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
+        for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
+            require_same_math(omni.foundation, styles, at)
+        return _token_sharding(omni, plans[FOUNDATION], tensors, state)
+
+    tokens = first_ranks(try_on_tiny_model, state.of_section(MAIN).ranks)
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
-
-
-def _tried_on_tiny_model(
-    model: OmniModel,
-    plans: Mapping[str, ComponentPlan],
-    tensors: TensorPlan,
-    state: ParallelState,
-    states: Mapping[str, ParallelState],
-) -> TokenSharding | None:
-    """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-    for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
-        require_same_math(model.foundation, styles, at)
-    return _token_sharding(model, plans[FOUNDATION], tensors, state)
 
 
 def _styles_by_state(
@@ -188,7 +180,7 @@ def _styles_by_state(
 
 
 def _sources(state: ParallelState) -> list[int]:
-    """The first rank of each section, from which the others get their weights."""
+    """The first rank of each section, from which its other ranks get their weights."""
     return [section.first_rank for section in state.sections.values()] or [0]
 
 
@@ -267,7 +259,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
 
 
 def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> frozenset[str]:
-    """The parameters of components without a plan here. Who keeps the parameters themselves keeps their memory."""
+    """Names of the parameters of components without a plan here; the parameters themselves would keep their memory."""
     components = model.components
     return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
 
@@ -325,8 +317,7 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
     """Cast the parameters as planned; adapters, and modules that transformers keeps in fp32, stay fp32."""
     must_stay_fp32, adapters = stays_fp32(model), model.adapter_names
     for name, parameters in model.components.items():
-        precision = plans[name].precision
-        dtype = dtype_of(precision.param if precision else None)
+        dtype = dtype_of(plans[name].precision.param)
         for path, parameter in parameters.items():
             if must_stay_fp32(path):
                 parameter.data = parameter.data.float()
@@ -336,7 +327,7 @@ def _set_precision(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None
 
 def _set_compute_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
     """Tell the code of each HF model in which dtypes its components compute."""
-    computed = {name: dtype_of(plan.precision.compute) if plan.precision else None for name, plan in plans.items()}
+    computed = {name: dtype_of(plan.precision.compute) for name, plan in plans.items()}
     must_stay_fp32 = stays_fp32(model)
     dtypes = {
         parameter: torch.float32 if must_stay_fp32(path) else computed[name]
@@ -368,11 +359,11 @@ def _spread_experts(
         if name not in plans:
             continue
         chosen = chosen_layers(model, layers, plan.ep_plan)
-        if plans[name].expert_rows is not None:
-            bound_rows(model, layers, plans[name].expert_rows)
+        if (rows := plans[name].experts.rows) is not None:
+            bound_rows(model, layers, rows)
         if (plans[name].ep or 1) > 1:
             used = spread_experts(model, chosen, state.ep_mesh, plans[name])
-            plans[name] = plans[name].model_copy(update={"expert_dispatcher": used})
+            plans[name] = plans[name].changed({"experts.dispatcher": used})
             spread[name] = tuple(layer.name for layer in chosen)
         if "tp" in calling_axes(plans[name]):
             use_tp_dispatch(model, layers, calling[name].tp_mesh)
@@ -392,16 +383,17 @@ def _apply_recompute_and_offload(
     offloads: dict[str, ActivationOffload] = {}
     for name, plan in plans.items():
         blocks = [model.get_submodule(block) for block in units[name].blocks]
-        if plan.activation_offload or plan.offloaded_tensors:
+        memory = plan.memory
+        if memory.offloads("activations") or memory.offloaded_tensors:
             offloads[name] = ActivationOffload(torch.device(state.device_type))
         offload = offloads.get(name)
-        if plan.recompute == "parts":
-            recompute_parts(model, units[name].blocks, plan.recomputed_parts or ())
-        elif plan.recompute != "none":
-            recompute_blocks(blocks, plan.saved_ops, around=offload.saving if offload else None)
-        if offload is not None and plan.offloaded_tensors:
-            offload_tensors(model, units[name].blocks, plan.offloaded_tensors, offload)
-        elif offload is not None and plan.recompute in ("none", "parts"):
+        if memory.mode == "parts":
+            recompute_parts(model, units[name].blocks, memory.recomputed_parts or ())
+        elif memory.mode != "none":
+            recompute_blocks(blocks, memory.kept_ops, around=offload.saving if offload else None)
+        if offload is not None and memory.offloaded_tensors:
+            offload_tensors(model, units[name].blocks, memory.offloaded_tensors, offload)
+        elif offload is not None and not memory.recomputes_blocks:
             for block in blocks:
                 offload.attach(block)
     return offloads
@@ -432,7 +424,6 @@ def _shardings(
 
 
 def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_shard: bool) -> Sharding:
-    assert plan.precision is not None
     param, compute = plan.precision.param, plan.precision.compute
     return Sharding(
         mesh=mesh,
@@ -440,7 +431,7 @@ def _sharding(plan: ComponentPlan, mesh: DeviceMesh, state: ParallelState, full_
         compute_dtype=None if param == compute == "float32" else dtype_of(compute),  # media arrive in fp32
         reduce_dtype=dtype_of(plan.precision.reduce),
         keep_unsharded=not full_shard,
-        offload=bool(plan.parameter_offload),
+        offload=plan.memory.offloads("parameters"),
     )
 
 

@@ -87,8 +87,8 @@ def _settings_of(plan: ComponentPlan, state: ParallelState, main: ParallelState,
         "num_replicas": len(ranks) // ((plan.dp_shard or 1) * (plan.tp or 1)),
         "call_groups": tuple(group for group in groups if group[0] in ranks),
         "is_shared": _shares_rows(plan) or _shares_matrices(plan),
-        "window": None if isinstance(plan.window, str) else plan.window or 1,
-        "call_elements": plan.call_elements,
+        "window": None if isinstance(plan.encode.window, str) else plan.encode.window or 1,
+        "call_elements": plan.encode.call_elements,
         "section": state.section,
         "edge": edge,
         "exchange": _exchange_of(edge, place, axes),
@@ -98,7 +98,7 @@ def _settings_of(plan: ComponentPlan, state: ParallelState, main: ParallelState,
 def _edge_of(plan: ComponentPlan, state: ParallelState) -> EdgeKind:
     if state.section != MAIN:
         return "message"
-    return "forward" if plan.window is None else "exchange"
+    return "forward" if plan.encode.window is None else "exchange"
 
 
 def _shares_rows(plan: ComponentPlan) -> bool:

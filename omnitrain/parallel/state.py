@@ -260,7 +260,7 @@ def _states_of(plan: ParallelPlan, world_size: int) -> dict[str, ParallelState]:
 
 
 def _all_sections(plan: ParallelPlan, main: MeshShape, dp_mode: DpMode) -> dict[str, ParallelState]:
-    """Section -> its state without groups: first ``main``, then the others. Each state knows all of them."""
+    """Section -> its state without groups: first ``main``, then the other sections. Each state knows all states."""
     states: dict[str, ParallelState] = {}
     known = states if plan.sections else {}
     states[MAIN] = ParallelState(main, 0, "cpu", dp_mode, {}, sections=known)

@@ -17,7 +17,7 @@ CallSiteKind = Literal["encode", "forward", "head"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and when a component runs, and how its features reach who reads them. Ranks are global.
+    """Where and when a component runs, and how its features reach their readers. Ranks are global.
 
     Attributes:
         name: name of the component.
@@ -33,12 +33,12 @@ class Placement:
         call_groups: ranks that make each call together, with the same items, in groups of one size; each rank of the
             component is in one group, each group within a data group. Empty: each rank makes its calls alone.
         is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
-        window: number of micro-batches whose items are encoded together; None: those of the whole step.
+        window: number of micro-batches whose items are encoded together; None: all of the step.
         call_elements: most input elements of a call; a larger item has a call of its own. None: no limit.
         reads: the component whose features are its input; empty: it reads media. Its items are those of this component,
             under a name of their own.
         section: name of the section that has it.
-        edge: how its features reach who reads them. ``forward``: each micro-batch's forward calls it. ``exchange``: an
+        edge: how its features reach their readers. ``forward``: each micro-batch's forward calls it. ``exchange``: an
             action of the schedule calls it, window by window, and another one exchanges the features, which all of its
             ranks run. ``message``: the ranks of its section call it, and send the features.
         exchange: the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that
@@ -214,7 +214,7 @@ class Topology:
         return {component.name: component.exchange for component in self.components if component.exchange}
 
     def facts(self) -> list[dict[str, str]]:
-        """Return a row for each component: where and when it runs, and who reads its features."""
+        """Return a row for each component: where and when it runs, and the readers of its features."""
         foundation = next((c.name for c in self.components if c.reads_packs), "")
         readers = {c.name: self.reader_of(c.name) or (foundation if c.media else "") for c in self.components}
         return [c.facts(readers[c.name], self.readers if c.reads_packs else c.ranks) for c in self.components]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.ragged import ranges, runs_within
-from omnitrain.plan.show import ComponentLine, component_table
 from omnitrain.plan.tables import StepTables
 
 
@@ -90,7 +89,7 @@ class Balance(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepPlan(StepTables):
-    """Everything the ranks decide together for one optimizer step: what they drew, and who does what.
+    """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
     ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
     ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
@@ -417,3 +416,41 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
         np.add.at(of_groups, group, drawn.T)
         calls[:, index] = of_groups[group].T > 0
     return calls
+
+
+_TITLES = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
+
+
+class ComponentLine(NamedTuple):
+    """The work of a component in a micro-batch.
+
+    Attributes:
+        micro_batch: index of the micro-batch.
+        component: name of the component.
+        calls: calls on each of its ranks.
+        items: number of items it encodes.
+        travelling: number of these items that a rank other than their producer needs.
+        minimal_ranks: number of ranks that make at least one call with the minimal input.
+        imbalance: cost on the busiest rank divided by the mean; 1 if all costs are 0.
+        reduces: whether this is the component's last active micro-batch.
+    """
+
+    micro_batch: int
+    component: str
+    calls: int
+    items: int
+    travelling: int
+    minimal_ranks: int
+    imbalance: float
+    reduces: bool
+
+
+def component_table(lines: Iterable[ComponentLine]) -> list[str]:
+    """Return the text lines of a table: its titles, then one line for each of ``lines``."""
+    rows = [
+        (*map(str, line[:5]), f"{line.minimal_ranks} ranks", f"{line.imbalance:.2f}", "yes" if line.reduces else "")
+        for line in lines
+    ]
+    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
+    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_TITLES, *rows))
+    return [line.rstrip() for line in table]

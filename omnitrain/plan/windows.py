@@ -155,7 +155,7 @@ def _with_window(topology: Topology, component: str, size: int) -> Topology:
 
 
 def _too_small(topology: Topology, tables: StepTables, choice: WindowChoice, features: np.ndarray, needed: int) -> str:
-    found = f"parallel.components.{choice.component}.feature_bytes: found {choice.max_bytes:,}"
+    found = f"parallel.components.{choice.component}.encode.feature_bytes: found {choice.max_bytes:,}"
     largest = int(tables.item_tokens[topology.items_of(choice.component, tables.slot)].max())
     bytes_ = choice.bytes_per_feature * largest
     if bytes_ > (choice.max_bytes or 0):

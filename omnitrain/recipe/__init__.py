@@ -16,7 +16,7 @@ from omnitrain.recipe.model import Ops as Ops
 from omnitrain.recipe.model import Projector as Projector
 from omnitrain.recipe.parallel import ComponentPlan as ComponentPlan
 from omnitrain.recipe.parallel import ParallelPlan as ParallelPlan
-from omnitrain.recipe.parallel import Precision as Precision
+from omnitrain.recipe.plan_groups import Precision as Precision
 from omnitrain.recipe.save import json_schema as json_schema
 from omnitrain.recipe.save import save_recipe as save_recipe
 from omnitrain.recipe.shipped import copy_recipe as copy_recipe

@@ -151,6 +151,8 @@ class DataSource(Strict):
     of rows, this folder."""
     encoders: list[str] | None = Field(None, min_length=1)
     """Encoders that read its media. Unset: all of their modality."""
+    decoders: list[str] | None = Field(None, min_length=1)
+    """Decoders that write the media of its answers. Needed for modalities of two decoders."""
     fps: float | None = Field(None, gt=0)
     """Frames to read from a second of its videos. Unset: `fps` of `data` or of the encoder."""
     max_frames: int | None = Field(None, ge=1)
@@ -191,6 +193,12 @@ class ChatFormat(Strict):
     """Start token of an audio clip in a prompt or an answer."""
     video: str = "<|video|>"
     """Start token of a video."""
+    starts: dict[str, str] = Field(default_factory=dict)
+    """Decoder -> start token of its items, in place of that of their modality. Needed for two decoders of one."""
+
+    def start_of(self, modality: str, component: str) -> str:
+        """Return the start token of an item: that of its decoder, if it has its own, or of its modality."""
+        return self.starts.get(component) or str(getattr(self, modality))
 
 
 class ProcessorArguments(Strict):

@@ -21,8 +21,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule.kind": "gpipe"},
     "zbv": {"schedule.kind": "zbv"},
     "paired": {"schedule.overlap": True},
-    "recompute": {"recompute": "full"},
-    "offload": {"activation_offload": True, "parameter_offload": True, "optimizer_offload": True},
+    "recompute": {"memory.recompute": "full"},
+    "offload": {"memory.offload": ["activations", "parameters", "optimizer"]},
     "world": {"place": "world"},
     "group": {"place": "group"},
     "bf16": {"precision.compute": "bfloat16"},
@@ -97,12 +97,12 @@ class Layout:
     def plan(self) -> ParallelPlan:
         """Return the parallel plan with this layout for all components."""
         fields: dict[str, Any] = {axis: getattr(self, axis) for axis in _DEGREES} | {"mode": self.mode}
-        fields |= {"window": self.window} if self.window > 1 else {}
-        found = {"schedule.chunks": self.chunks} if self.chunks > 1 else {}
+        found: dict[str, Any] = {"schedule.chunks": self.chunks} if self.chunks > 1 else {}
+        found |= {"encode.window": self.window} if self.window > 1 else {}
         for flag in reversed(_FLAGS):
             found |= _FLAGS[flag] if getattr(self, flag) else {}
-        if self.mode == "replicate":  # only shards can be offloaded
-            found.pop("parameter_offload", None)
+        if self.offload and self.mode == "replicate":  # only shards can be offloaded
+            found["memory.offload"] = ["activations", "optimizer"]
         for key, value in found.items():
             node, _, inner = key.partition(".")
             fields |= {node: fields.get(node, {}) | {inner: value}} if inner else {key: value}

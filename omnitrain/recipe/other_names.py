@@ -5,8 +5,10 @@ docs/coming-from.md shows the same table, and errors of unknown keys quote it.
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple, get_args, get_origin
 
+import yaml
 from pydantic import BaseModel
 
 from omnitrain.recipe.suggest import nearest
@@ -94,10 +96,10 @@ data.packing_buffer | | VeOmni: dyn_bsz_buffer_size
 data.processor_arguments | | VeOmni: mm_configs
 train.steps | | HF Trainer: max_steps
 train.epochs | | HF Trainer: num_train_epochs; Others: epochs; axolotl: num_epochs
-train.samples_per_step | samples of a step, over all ranks; or `train.micro_batches` packs of `data.pack_tokens` \
+train.samples_per_step | samples of a step, over all ranks; or `train.packs_per_step` packs of `data.pack_tokens` \
     tokens | HF Trainer: train_batch_size per_device_train_batch_size; Others: batch_size; axolotl: micro_batch_size; \
     VeOmni: global_batch_size
-train.micro_batches | packs in a step, over all ranks; a rank accumulates its share | HF Trainer: \
+train.packs_per_step | packs in a step, over all ranks; a rank accumulates its share | HF Trainer: \
     gradient_accumulation_steps
 train.optimizer.learning_rate | | HF Trainer: learning_rate; Others: lr
 train.optimizer.weight_decay | | HF Trainer: weight_decay
@@ -116,11 +118,11 @@ train.precision | weights that train are fp32 | ms-swift: torch_dtype
 train.seed | | HF Trainer: seed data_seed
 train.device=cpu | | HF Trainer: use_cpu no_cuda
 train.log_every | | HF Trainer: logging_steps
-train.save_every | | HF Trainer: save_steps
-train.save_every | a number of steps | HF Trainer: save_strategy; axolotl: saves_per_epoch
-train.keep_last | | HF Trainer: save_total_limit
-train.keep_best | also keeps that checkpoint | HF Trainer: load_best_model_at_end
-train.keep_best | | HF Trainer: metric_for_best_model
+train.save.every | | HF Trainer: save_steps
+train.save.every | a number of steps | HF Trainer: save_strategy; axolotl: saves_per_epoch
+train.save.keep_last | | HF Trainer: save_total_limit
+train.save.keep_best | also keeps that checkpoint | HF Trainer: load_best_model_at_end
+train.save.keep_best | | HF Trainer: metric_for_best_model
 train.track.to | a list | HF Trainer: report_to
 train.track.to=[tensorboard] | | axolotl: use_tensorboard
 train.track.to=[wandb] | | VeOmni: wandb
@@ -138,7 +140,7 @@ train.optimizer.final_ratio | | axolotl: cosine_min_lr_ratio
 train.optimizer.final_ratio | a share of the learning rate | VeOmni: lr_min
 train.optimizer | its `kind`: `adamw` or `muon` | axolotl: optimizer
 train.track.project | with `train.track.to=[wandb]` | axolotl: wandb_project
-parallel.default.recompute=full | | HF Trainer: gradient_checkpointing
+parallel.default.memory.recompute=full | | HF Trainer: gradient_checkpointing
 parallel.default | | HF Trainer: fsdp fsdp_config; VeOmni: accelerator
 parallel.default | FSDP2 is the default | HF Trainer: deepspeed
 parallel.default.tp | | Others: tp_size; ms-swift: tensor_model_parallel_size; axolotl: tensor_parallel_size
@@ -147,7 +149,7 @@ parallel.default.lora.rslora | | Others: use_rslora
 parallel.default.lora.targets | `all-linear` (the default), or a list of globs | TRL, axolotl: lora_target_modules; \
     LLaMA-Factory: lora_target; ms-swift: target_modules; axolotl: lora_target_linear
 parallel.default.lora.targets | only adapters train in that component | axolotl: lora_modules_to_save
-parallel.default.activation_offload | | TRL, axolotl: activation_offloading
+parallel.default.memory.offload=[activations] | | TRL, axolotl: activation_offloading
 parallel.default.lora.alpha | | TRL, LLaMA-Factory, ms-swift, axolotl: lora_alpha
 parallel.default.lora.dropout | | TRL, LLaMA-Factory, ms-swift, axolotl: lora_dropout
 parallel.default.lora | | TRL: use_peft; VeOmni: lora_config
@@ -168,7 +170,7 @@ evaluation.loss_every | a number of steps | HF Trainer: eval_strategy evaluation
 evaluation.every | a number of steps | HF Trainer: predict_with_generate
 evaluation | with `data.heldout` | HF Trainer: do_eval
 none | `omnitrain run` trains | HF Trainer: do_train
-none | `omnitrain resume RUN` continues a run | HF Trainer: resume_from_checkpoint
+none | `omnitrain run FOLDER` continues a run | HF Trainer: resume_from_checkpoint
 none | samples are always packed, without padding | HF Trainer: group_by_length; TRL, LLaMA-Factory, ms-swift: \
     packing; TRL, ms-swift: padding_free; TRL: eval_packing; LLaMA-Factory: neat_packing; axolotl: sample_packing \
     eval_sample_packing pad_to_sequence_len; VeOmni: dyn_bsz rmpad rmpad_with_pos_ids pad_to_length
@@ -193,6 +195,46 @@ none | `omnitrain profile RECIPE` profiles steps | VeOmni: profile
 none | no rank holds the whole model | VeOmni: init_device
 none | a run depends on `train.seed` alone | VeOmni: enable_full_determinism
 """
+
+
+# Class of a node -> key of older versions -> what a recipe has in its place; VALUE: the value of the old key.
+OLD_KEYS = {
+    "Train": {
+        "micro_batches": "packs_per_step=VALUE",
+        "save_every": "save.every=VALUE",
+        "async_save": "save.background=VALUE",
+        "keep_last": "save.keep_last=VALUE",
+        "keep_every": "save.keep_every=VALUE",
+        "keep_best": "save.keep_best=VALUE",
+    },
+    "ComponentPlan": {
+        "recompute": "memory.recompute=VALUE",
+        "saved_ops": "memory.recompute={keep: VALUE}",
+        "recomputed_parts": "memory.recompute={parts: VALUE}",
+        "offloaded_tensors": "memory.offload=VALUE",
+        "activation_offload": "memory.offload=[activations]",
+        "parameter_offload": "memory.offload=[parameters]",
+        "optimizer_offload": "memory.offload=[optimizer]",
+        "window": "encode.window=VALUE",
+        "features_on": "encode.features_on=VALUE",
+        "feature_bytes": "encode.feature_bytes=VALUE",
+        "call_elements": "encode.call_elements=VALUE",
+        "expert_rows": "experts.rows=VALUE",
+        "expert_chunks": "experts.chunks=VALUE",
+        "expert_dispatcher": "experts.dispatcher=VALUE",
+        "delay_wgrad": "experts.delay_wgrad=VALUE",
+    },
+}
+
+
+def in_place_of(node: type[BaseModel], key: str, value: object) -> str | None:
+    """Return what an old ``key`` of a node with this value is now, such as ``save.every=5``; None: it is not old."""
+    now = OLD_KEYS.get(node.__name__, {}).get(key)
+    if now is None:
+        return None
+    if value is False and "VALUE" not in now:  # nothing of the list was offloaded
+        now, value = f"{now.partition('=')[0]}=VALUE", []
+    return now.replace("VALUE", yaml.safe_dump(value, default_flow_style=True, width=inf).partition("\n")[0])
 
 
 def _of_trainers() -> dict[str, dict[str, Here]]:

@@ -5,13 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
 from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import (
+    AUTO_CHUNKS,
+    Degree,
+    EncodePlan,
+    ExpertsPlan,
+    MemoryPlan,
+    Offloaded,
+    OffloadedTensor,
+    PipelineSchedule,
+    Precision,
+)
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
 
@@ -19,17 +30,11 @@ FOUNDATION = "foundation"
 MAIN = "main"  # the section of all components that no other section names
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ulysses", "tp", "ep")
 
-# Fields that belong together: a component that sets one of them inherits none of the others from the default.
-_TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("recompute", "saved_ops", "recomputed_parts"))
+# Keys that belong together: a component that sets one of them inherits none of the others from the default.
+_TOGETHER = (("mode", "dp_replicate", "dp_shard"), ("freeze", "lora"))
+_GROUPS = ("precision", "memory", "encode", "experts")  # inherited key by key; other nodes as a whole
 
-Degree = Annotated[int | None, Field(ge=1)]
-Chunks = Annotated[int, Field(ge=1)] | Literal["auto"] | None
-AUTO_CHUNKS = "auto"
-Window = Annotated[int, Field(ge=1)] | Literal["step", "auto"] | None
 QuadraticCost = Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["measured"] | None
-RecomputedPart = Literal["attention", "router", "expert_activation"]
-OffloadedTensor = Literal["dispatched_rows", "mlp_input"]
-DType = Literal["float32", "bfloat16"]  # float16 would need loss scaling
 
 
 class PlanError(RecipeError):
@@ -44,89 +49,17 @@ class PlanError(RecipeError):
         return PlanError(*(one if one.startswith(of_state) else f"{key}.{one}" for one in self.problems))
 
 
-class Precision(Strict):
-    """Dtypes. Unset: fp32 parameters and reductions; `train.precision` for computation."""
-
-    param: DType | None = None
-    """Dtype of the parameter shards and of the optimizer's state. Unset: fp32 for parameters that train; frozen
-    parameters keep their own."""
-    compute: DType | None = None
-    """Dtype of parameters and activations in forward and backward."""
-    reduce: DType | None = None
-    """Dtype in which gradients are summed over ranks."""
-
-
-class PipelineSchedule(Strict):
-    """The order in which a pipeline's stages run the micro-batches of a step, and the blocks of each stage."""
-
-    kind: Literal["gpipe", "1f1b", "interleaved", "zbv"] | None = None
-    """`gpipe`: all forwards, then all backwards; `1f1b`: one forward, one backward in turn; `interleaved`: the same
-    with several stages per rank; `zbv`: zero bubble, two stages per rank. Unset: `1f1b`, or `interleaved` if `chunks`
-    is above 1."""
-    chunks: Degree = None
-    """Number of stages per rank. Unset: 1; 2 for `zbv`."""
-    group_size: Degree = None
-    """`interleaved` only: number of micro-batches that a rank runs through one stage before its next stage; at least
-    `pp`. Unset: `pp`."""
-    split: list[int] | None = None
-    """Number of blocks of each stage, the first stage first. Unset: stages of equal cost."""
-
-    overlap: bool | None = None
-    """`1f1b` and `interleaved`, also with `pp` 1: the forward of one micro-batch and the backward of another run in
-    turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the rank's blocks gathered
-    through a step, and one micro-batch more."""
-
-    def contradictions(self) -> Iterator[Problem]:
-        """Yield the fields that the kind does not have."""
-        if self.kind in ("gpipe", "1f1b") and (self.chunks or 1) > 1:
-            yield ("chunks",), f"found {self.chunks} with `kind: {self.kind}`, which has one stage per rank"
-        if self.kind == "zbv" and self.chunks not in (None, 2):
-            yield ("chunks",), f"found {self.chunks} with `kind: zbv`, which has two stages per rank"
-        if self.group_size is not None and self.resolved_kind != "interleaved":
-            yield ("group_size",), f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
-        if self.overlap and self.kind in ("gpipe", "zbv"):
-            yield ("overlap",), f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
-        if self.split is not None and min(self.split, default=0) < 1:
-            yield ("split",), f"found {self.split}; every stage needs at least one block"
-
-    @property
-    def resolved_kind(self) -> str:
-        """The kind, also where it is unset."""
-        return self.kind or ("interleaved" if (self.chunks or 1) > 1 else "1f1b")
-
-    @property
-    def stages_per_rank(self) -> int:
-        """Number of stages per rank."""
-        return self.chunks or (2 if self.kind == "zbv" else 1)
-
-
-# A field that is set, another field, the values of that one with which it makes no sense, and why.
+# A key that is set, another key, the values of that one with which it makes no sense, and why.
 _CONTRADICTIONS: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
     ("dp_replicate", "mode", ("fsdp2",), ", which keeps one copy; use `mode: hsdp`"),
     ("dp_shard", "mode", ("replicate",), ", which shards nothing; use `mode: hsdp`"),
-    ("parameter_offload", "mode", ("replicate",), "; only shards can be offloaded; use `fsdp2`"),
-    ("compile", "recompute", ("full", "selective", "parts"), ", with which torch compiles nothing; remove one"),
-    ("saved_ops", "recompute", (None, "none", "full", "parts"), "; only `selective` keeps outputs of some ops"),
-    ("recomputed_parts", "recompute", (None, "none", "full", "selective"), "; only `parts` computes parts again"),
-    ("offloaded_tensors", "activation_offload", (True,), ", which already offloads everything; use one"),
-    (
-        "offloaded_tensors",
-        "recompute",
-        ("full", "selective"),
-        ", which does not keep these tensors; use `parts` or `none`",
-    ),
-    ("optimizer_offload", "freeze", (True,), "; a frozen component has no optimizer state"),
     ("lora", "freeze", (True,), "; `lora` already freezes all but the adapters: remove one"),
 )
-# What asks for nothing, as unset does; of the other fields it is False.
-_NOTHING: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, "offloaded_tensors": []}
-
-
-def _said(value: Any) -> str:
-    """What a problem says of a value that a plan sets."""
-    if isinstance(value, int):
-        return f"found {_literal(value)}"
-    return "set" if isinstance(value, list) else "found"
+# What cannot be offloaded, a key, its value with which it cannot, and why.
+_NOT_OFFLOADED: tuple[tuple[Offloaded, str, Any, str], ...] = (
+    ("parameters", "mode", "replicate", "only shards can be offloaded; use `fsdp2`"),
+    ("optimizer", "freeze", True, "a frozen component has no optimizer state"),
+)
 
 
 def _literal(value: Any) -> str:
@@ -162,25 +95,8 @@ class ComponentPlan(Strict):
     mode: Literal["fsdp2", "hsdp", "replicate"] | None = None
     """`fsdp2`: parameters sharded over the data-parallel ranks; `hsdp`: `dp_replicate` copies, each sharded over
     `dp_shard` ranks; `replicate`: a full copy on every rank."""
-    precision: Precision | None = None
+    precision: Precision = Field(default_factory=Precision)
     """Dtypes of parameters, computation and reductions."""
-    recompute: Literal["none", "full", "selective", "parts"] | None = None
-    """Activations that the backward recomputes: `none`; `full`: whole blocks; `selective`: everything except the
-    outputs of `saved_ops`; `parts`: only `recomputed_parts`."""
-    recomputed_parts: list[RecomputedPart] | None = None
-    """Parts of each block that `parts` recomputes: `attention`, `router`, `expert_activation` (between the two products
-    of the experts). No token is sent to experts twice. Unset: all three."""
-    offloaded_tensors: list[OffloadedTensor] | None = None
-    """Tensors of expert layers to keep in CPU memory until the backward: `dispatched_rows`: the tokens that this rank's
-    experts received; `mlp_input`: the output of the norm before the layer."""
-    saved_ops: list[str] | None = None
-    """Ops whose outputs `selective` keeps: `aten.mm`, ... Unset: matrix products and attention."""
-    activation_offload: bool | None = None
-    """Keep activations in CPU memory until the backward."""
-    parameter_offload: bool | None = None
-    """Keep parameter shards in CPU memory between uses."""
-    optimizer_offload: bool | None = None
-    """Keep the optimizer's state in CPU memory."""
     freeze: bool | None = None
     """The component does not train."""
     lora: Lora | None = None
@@ -192,43 +108,30 @@ class ComponentPlan(Strict):
     (`cp` x `ulysses` x `tp`); `world`: any rank, balanced by cost; under `pp`, any rank of all stages. Unset: `group`
     if several ranks hold a sample, else `local`. Of the foundation, which data-parallel rank runs a pack: `local`: the
     rank that drew it; `world`: any, balanced by cost. Unset: `local`."""
-    window: Window = None
-    """Encoders with `place: world` or `group`. Number of micro-batches whose items are divided among the ranks
-    together, and encoded before the first of them; `step`: all of the step; `auto`: as many as give the shortest
-    simulated step. Unset: 1; `step` for `world` under `pp`."""
     quadratic_cost: QuadraticCost = None
     """With `place: group` or `world`, items are divided by the cost n + `quadratic_cost` * n^2 for an item of n input
     elements; with `place: world` of the foundation, packs by the sum of this cost over their samples of n tokens.
     `measured`: fitted in the first 16 steps and used from step 33 on. Unset: 0."""
-    features_on: Literal["device", "cpu"] | None = None
-    """With `window`, the memory in which features and their gradients wait. Unset: `device`."""
-    feature_bytes: Degree = None
-    """With `window`, the most bytes of features and their gradients that wait on a rank at a time. A step has smaller
-    windows where that is necessary. Unset: no limit."""
-    call_elements: Degree = None
-    """Encoders. Maximum number of input elements of one call, such as values of pixels; more items are encoded in
-    several calls. An item that is larger has a call of its own. Unset: no limit."""
-    expert_rows: Degree = None
-    """Maximum number of tokens (counted once per expert) that a layer's experts compute at a time. If there are more,
-    only inputs and results are kept for the backward, which recomputes the rest. Unset: no limit."""
-    expert_chunks: Chunks = None
-    """Number of chunks of a rank's experts under `ep`. While the experts of one chunk compute, tokens of the other
-    chunks are in transit. 1: no overlap. `auto`: the fastest number in the run's first steps. Unset: 1."""
-    expert_dispatcher: Literal["torch", "deepep", "auto"] | None = None
-    """Implementation that sends tokens to experts under `ep`: `torch`: all-to-alls; `deepep`: DeepEP, which must be
-    installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`."""
-    delay_wgrad: bool | None = None
-    """Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in transit."""
+    memory: MemoryPlan = Field(default_factory=MemoryPlan)
+    """What is computed again, and what waits in CPU memory."""
+    encode: EncodePlan = Field(default_factory=EncodePlan)
+    """Encoders: how many items are encoded together, and where features wait."""
+    experts: ExpertsPlan = Field(default_factory=ExpertsPlan)
+    """How experts compute, and how tokens get to them."""
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield the fields that make no sense together, and unknown ops."""
-        for field, other, values, why in _CONTRADICTIONS:
-            value, with_value = getattr(self, field), getattr(self, other)
-            if value not in (None, _NOTHING.get(field, False)) and with_value in values:
-                yield (field,), f"{_said(value)} with `{other}: {_literal(with_value)}`{why}"
-        for op in self.saved_ops or ():
-            if not re.fullmatch(r"\w+\.\w+(\.\w+)?", op):
-                yield ("saved_ops",), f"found {op!r}; expected NAMESPACE.OP, such as aten.mm"
+        """Yield the keys that make no sense together."""
+        for key, other, values, why in _CONTRADICTIONS:
+            value, with_value = getattr(self, key), getattr(self, other)
+            if value not in (None, False) and not (key in AXES and value == 1) and with_value in values:
+                found = f"found {_literal(value)}" if isinstance(value, int) else "found"
+                yield (key,), f"{found} with `{other}: {_literal(with_value)}`{why}"
+        if self.compile and self.memory.mode != "none":
+            why = "with which torch compiles nothing; remove one"
+            yield ("compile",), f"found true with `memory.recompute: {self.memory.mode}`, {why}"
+        for what, other, never, why in _NOT_OFFLOADED:
+            if self.memory.offloads(what) and getattr(self, other) == never:
+                yield ("memory", "offload"), f"found {what} with `{other}: {_literal(never)}`; {why}"
 
     @property
     def num_ranks(self) -> int | None:
@@ -241,32 +144,76 @@ class ComponentPlan(Strict):
             return None
         return math.prod((replicas, shards, *(getattr(self, axis) or 1 for axis in ("tp", "ulysses", "cp", "pp"))))
 
-    def over(self, default: ComponentPlan) -> ComponentPlan:
-        """Return this plan with unset fields taken from ``default``.
+    def over(self, default: ComponentPlan, but: Collection[str] = ()) -> ComponentPlan:
+        """Return this plan with unset keys, those of groups one by one, taken from ``default``.
 
-        `mode`, `dp_replicate` and `dp_shard` are inherited together or not at all, and so are `recompute`,
-        `saved_ops` and `recomputed_parts`.
+        Keys that belong together (`mode`, `dp_replicate` and `dp_shard`; `freeze` and `lora`) are inherited together or
+        not at all. What the component cannot offload is not inherited.
+
+        Args:
+            default: the default plan.
+            but: keys not to inherit, such as ``encode.window``.
         """
-        fields, inherited = _set_fields(self), _set_fields(default)
-        for names in _TOGETHER:
-            if fields.keys() & set(names):
-                inherited = {name: value for name, value in inherited.items() if name not in names}
-        if fields.get("freeze", inherited.get("freeze")) and "optimizer_offload" not in fields:
-            inherited.pop("optimizer_offload", None)  # a frozen component has no optimizer state
-        if fields.keys() & {"freeze", "lora"}:  # both determine which parameters train
-            inherited = {name: value for name, value in inherited.items() if name not in ("freeze", "lora")}
-        if fields.get("mode") == "replicate":
-            inherited.pop("parameter_offload", None)  # only shards can be offloaded
-        if fields.get("activation_offload") or fields.get("recompute") in ("full", "selective"):
-            inherited.pop("offloaded_tensors", None)  # these modes do not keep the tensors
-        if self.precision is not None and default.precision is not None:
-            merged = _set_fields(default.precision) | _set_fields(self.precision)
-            fields["precision"] = Precision(**merged)
-        return ComponentPlan(**(inherited | fields))
+        own, inherited = _set_keys(self), _set_keys(default)
+        apart = {name for names in _TOGETHER if own.keys() & set(names) for name in names}
+        inherited = {key: value for key, value in inherited.items() if key not in apart.union(but)}
+        merged = inherited | own
+        if offload := [what for what in inherited.get("memory.offload", ()) if _can_offload(what, merged)]:
+            inherited["memory.offload"] = offload
+        else:
+            inherited.pop("memory.offload", None)
+        return plan_of(inherited | own)
+
+    def changed(self, values: Mapping[str, Any]) -> ComponentPlan:
+        """Return this plan with other ``values``, key -> value, such as ``{"experts.chunks": 2}``; none is checked."""
+        plan = self
+        for key, value in values.items():
+            group, _, name = key.rpartition(".")
+            update = {group: getattr(plan, group).model_copy(update={name: value})} if group else {name: value}
+            plan = plan.model_copy(update=update)
+        return plan
+
+
+def keys_of(name: str) -> list[str]:
+    """Return the keys of a group of a plan, such as ``encode.window``; of another name, the name itself."""
+    if name not in _GROUPS:
+        return [name]
+    return [f"{name}.{key}" for key, _ in getattr(ComponentPlan(), name)]
+
+
+def value_of(plan: ComponentPlan, key: str) -> Any:
+    """Return the value of a key of a plan, such as ``memory.offload``; None: it, or the node that has it, is unset."""
+    node: Any = plan
+    for name in key.split("."):
+        node = getattr(node, name, None)
+    return node
+
+
+def _set_keys(plan: ComponentPlan) -> dict[str, Any]:
+    """Key -> value of the keys that are set, with those of groups in place of the groups."""
+    groups = {name: getattr(plan, name) for name in _GROUPS}
+    of_groups = {f"{name}.{key}": value for name, group in groups.items() for key, value in group}
+    found = {key: value for key, value in plan if key not in groups} | of_groups
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def plan_of(values: Mapping[str, Any]) -> ComponentPlan:
+    """Return the plan with these values; keys such as ``encode.window`` are those of groups."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        group, _, name = key.rpartition(".")
+        (tree.setdefault(group, {}) if group else tree)[name] = value
+    return ComponentPlan(**tree)
+
+
+def _can_offload(what: str, values: Mapping[str, Any]) -> bool:
+    if what in get_args(OffloadedTensor):
+        return not MemoryPlan(recompute=values.get("memory.recompute")).recomputes_blocks
+    return all(values.get(key) != never for named, key, never, _ in _NOT_OFFLOADED if named == what)
 
 
 # A component of a section has ranks of its own: it does not inherit these fields from the default plan.
-_OF_RANKS = (*AXES, "mode", "schedule", "place", "window", "sequence_parallel", "async_ulysses")
+_OF_RANKS = (*AXES, "mode", "schedule", "place", "encode.window", "sequence_parallel", "async_ulysses")
 
 
 class Section(Strict):
@@ -297,10 +244,6 @@ class Section(Strict):
         """Yield the keys that can have no effect."""
         if self.encode_twice:
             yield Idle("in_flight", "but `encode_twice: true` keeps no activations; remove one of the two")
-
-
-def _set_fields(node: Strict) -> dict[str, Any]:
-    return {name: value for name in type(node).model_fields if (value := getattr(node, name)) is not None}
 
 
 def _shard_dim(value: Any) -> Any:
@@ -337,10 +280,8 @@ class ParallelPlan(Strict):
 
     def of(self, component: str) -> ComponentPlan:
         """Return the component's plan, completed by the default plan; a section inherits nothing about ranks."""
-        default = self.default
-        if self.section_of(component) != MAIN:
-            default = default.model_copy(update=dict.fromkeys(_OF_RANKS))
-        return self.components.get(component, ComponentPlan()).over(default)
+        but = _OF_RANKS if self.section_of(component) != MAIN else ()
+        return self.components.get(component, ComponentPlan()).over(self.default, but)
 
     def section_of(self, component: str) -> str:
         """Return the name of the section that has the component."""
@@ -381,17 +322,14 @@ class ParallelPlan(Strict):
 
     def with_expert_chunks(self, numbers: Mapping[str, int]) -> ParallelPlan:
         """Return the plan with the numbers of chunks, component -> number, in place of `auto`."""
-        is_default = self.default.expert_chunks == AUTO_CHUNKS
-        plans = {name: self.components.get(name, ComponentPlan()) for name in numbers}
-        inherited = [numbers[name] for name, plan in plans.items() if is_default and plan.expert_chunks is None]
-        default = self.default.model_copy(update={"expert_chunks": inherited[0]}) if inherited else self.default
-        chosen = {
-            name: plan.model_copy(update={"expert_chunks": numbers[name]})
-            for name, plan in plans.items()
-            if plan.expert_chunks == AUTO_CHUNKS
-            or (is_default and plan.expert_chunks is None and default.expert_chunks != numbers[name])
-        }
-        return self.model_copy(update={"default": default, "components": {**self.components, **chosen}})
+        of_default = self.default.experts.chunks
+        fixed = {}
+        for name, number in numbers.items():
+            plan = self.components.get(name, ComponentPlan())
+            if (of_default if plan.experts.chunks is None else plan.experts.chunks) == AUTO_CHUNKS:
+                fixed[name] = plan.changed({"experts.chunks": number})
+        default = self.default.changed({"experts.chunks": None if of_default == AUTO_CHUNKS else of_default})
+        return self.model_copy(update={"default": default, "components": {**self.components, **fixed}})
 
     def with_quadratic_costs(self, costs: Mapping[str, float]) -> ParallelPlan:
         """Return the plan with these numbers, component -> number, in place of `measured`."""
@@ -416,7 +354,7 @@ class ParallelPlan(Strict):
     def path_of(self, component: str, *fields: str) -> str:
         """Return the key of the plan that sets one of ``fields`` for the component: its own plan, or the default."""
         plan = self.components.get(component, ComponentPlan())
-        is_set = any(getattr(plan, field) is not None for field in fields)
+        is_set = any(value_of(plan, field) != value_of(ComponentPlan(), field) for field in fields)
         return f"components.{component}" if is_set else "default"
 
     def _component_problems(self, known: Collection[str], frozen: Collection[str]) -> Iterator[str]:
@@ -426,8 +364,8 @@ class ParallelPlan(Strict):
                 yield f"{path}: unknown component; {hint(name, known)}"
             elif name in frozen and plan.freeze is False:
                 yield f"{path}.freeze: found false, but the component is frozen elsewhere; remove one of the two"
-            elif name in frozen and plan.optimizer_offload and plan.lora is None:
-                yield f"{path}.optimizer_offload: found true, but a frozen component has no optimizer state"
+            elif name in frozen and plan.memory.offloads("optimizer") and plan.lora is None:
+                yield f"{path}.memory.offload: found optimizer, but a frozen component has no optimizer state"
 
     def _degree_problems(self, degrees: Mapping[str, int]) -> Iterator[str]:
         """Compare the foundation's degrees with the state; other components may have different ones."""

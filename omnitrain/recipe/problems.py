@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from omnitrain.recipe.other_names import key_of, name_here
-from omnitrain.recipe.strict import LOCATED, descriptions
+from omnitrain.recipe.strict import LOCATED, OLD, descriptions
 from omnitrain.recipe.suggest import hint, nearest
 
 Path = tuple[str | int, ...]
@@ -62,8 +62,8 @@ def _locate(location: Path, root: type[BaseModel]) -> _Spot:
     path: list[str | int] = []
     for part in location:
         branches = _branches(annotation)
-        if len(branches) > 1 and _names_a_branch(part, branches):
-            annotation = Any
+        if len(branches) > 1 and (named := _branches_named(part, branches)):
+            annotation = named[0]
         elif part != "[key]":
             node, annotation = branches[0], _inside(branches[0], part)
             path.append(part)
@@ -103,10 +103,10 @@ def _branches(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _names_a_branch(part: str | int, branches: list[Any]) -> bool:
-    """Return whether ``part`` is no key but a union branch that pydantic tried: `str`, `constrained-int`, ..."""
-    names = {getattr(get_origin(branch) or branch, "__name__", "").lower() for branch in branches}
-    return str(part).partition("[")[0].removeprefix("constrained-").lower() in names
+def _branches_named(part: str | int, branches: list[Any]) -> list[Any]:
+    """The union branches that pydantic calls ``part``, which then is no key: `str`, `constrained-int`, ..."""
+    name = str(part).partition("[")[0].removeprefix("constrained-").lower()
+    return [one for one in branches if getattr(get_origin(one) or one, "__name__", "").lower() == name]
 
 
 def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> str:
@@ -120,6 +120,9 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
         texts = descriptions(spot.node) if _fields(spot.node) else {}  # an entry of a tuple has none
         description = texts.get(name, "a value")
         return f"{path}: required, but missing; add `{name}`: {description.split('. ')[0].removesuffix('.')}"
+    if kind == OLD:
+        now = ".".join(map(str, (*spot.path[:-1], first["ctx"]["now"])))
+        return f"{path}: an old key; use `{now}`"
     if kind == LOCATED:
         return f"{path}: {first['msg']}"
     if kind == "value_error":

@@ -41,7 +41,7 @@ def find_recipe(path: str | Path) -> Path:
         return shipped[str(path)]
     if (saved := Path(path, "recipe.yaml")).is_file():
         raise RecipeError(
-            f"{path} is the folder of a run, and no recipe: `omnitrain resume {path}` continues the run, and "
+            f"{path} is the folder of a run, and no recipe: `omnitrain run {path}` continues the run, and "
             f"`omnitrain run {saved} output_dir=NEW` starts another with its recipe"
         )
     advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"

@@ -18,9 +18,12 @@ from typing import Any, NamedTuple, Self, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from omnitrain.recipe.other_names import in_place_of
+
 Problem = tuple[tuple[str | int, ...], str]  # keys from a node to a value, and what is wrong with it
 
 LOCATED = "located"  # pydantic type of these problems; their message needs no additions
+OLD = "old"  # that of keys of older versions
 
 
 def raise_located(node: str, problems: Iterable[Problem]) -> None:
@@ -99,6 +102,21 @@ class Strict(BaseModel):
         kinds = get_args(annotation) if get_origin(annotation) is UnionType else (annotation,)
         asks_for_list = {get_origin(kind) for kind in kinds if kind is not NoneType} == {list}
         return [value] if asks_for_list and not isinstance(value, (list, tuple, NoneType)) else value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_old_keys(cls, tree: Any) -> Any:
+        old = {key: in_place_of(cls, key, value) for key, value in tree.items()} if isinstance(tree, dict) else {}
+        found = [
+            InitErrorDetails(
+                type=PydanticCustomError(OLD, "an old key; use `{now}`", {"now": now}), loc=(key,), input=None
+            )
+            for key, now in old.items()
+            if now is not None
+        ]
+        if found:
+            raise ValidationError.from_exception_data(cls.__name__, found)
+        return tree
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys of this node that can have no effect with its other keys."""

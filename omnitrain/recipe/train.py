@@ -178,6 +178,29 @@ class Track(Strict):
                 yield Idle(key, "but only wandb and trackio use it, and `to` contains neither; remove it")
 
 
+class Save(Strict):
+    """Checkpoints: when a run saves, and which of them stay. It always saves at its end."""
+
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Steps between two checkpoints. `auto`: every ten minutes, or less often if saving takes longer than 30 seconds;
+    null: save only at the end."""
+    background: bool = True
+    """A process of its own writes checkpoints before the end, of a copy in host memory, while training goes on; false:
+    training waits for them."""
+    keep_last: int = Field(2, ge=1)
+    """Number of newest checkpoints to keep."""
+    keep_every: int | None = Field(None, ge=1)
+    """Save after every multiple of so many steps, too, and keep these checkpoints forever."""
+    keep_best: Annotated[str, AfterValidator(_a_loss)] | None = None
+    """Also keep the checkpoint with the lowest value of this loss of metrics.jsonl: `loss`, `heads.HEAD.loss`,
+    `heldout.loss` or `heldout.heads.HEAD.loss`."""
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the key that is unused if only the end is saved."""
+        if self.every is None:
+            yield Idle("keep_best", "but `every: null` saves only at the end; remove it, or set `every`")
+
+
 class Train(Strict):
     """Settings of the training loop."""
 
@@ -186,10 +209,10 @@ class Train(Strict):
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data, in place of `steps`. An epoch draws as many rows as all data sets have
     together."""
-    micro_batches: int = Field(1, ge=1)
-    """Packs per optimizer step, summed over all ranks."""
+    packs_per_step: int = Field(1, ge=1)
+    """Packs per optimizer step, of all ranks together. The data-parallel ranks divide them."""
     samples_per_step: int | None = Field(None, ge=1)
-    """Samples per optimizer step, summed over all ranks, in place of `micro_batches`: the number of packs that have
+    """Samples per optimizer step, summed over all ranks, in place of `packs_per_step`: the number of packs that have
     about so many."""
     seed: int = Field(0, ge=0)
     """Seed of the initial weights, the data order and sampling."""
@@ -215,19 +238,8 @@ class Train(Strict):
     """End the run early if a metric stops improving. Unset: never."""
     log_every: int = Field(10, ge=1)
     """Steps between two lines of metrics.jsonl, and of printed progress if the output is no terminal."""
-    save_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Steps between two checkpoints. `auto`: every ten minutes, or less often if saving takes longer than 30 seconds;
-    null: save only at the end."""
-    async_save: bool = True
-    """A process of its own writes checkpoints before the end, of a copy in host memory, while training goes on; false:
-    training waits for them."""
-    keep_last: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep."""
-    keep_every: int | None = Field(None, ge=1)
-    """Save after every multiple of so many steps, too, and keep these checkpoints forever."""
-    keep_best: Annotated[str, AfterValidator(_a_loss)] | None = None
-    """Also keep the checkpoint with the lowest value of this loss of metrics.jsonl: `loss`, `heads.HEAD.loss`,
-    `heldout.loss` or `heldout.heads.HEAD.loss`."""
+    save: Save = Field(default_factory=Save)
+    """Checkpoints before the end of the run, and which of them stay."""
     stop_seconds: float = Field(600, gt=0)
     """Seconds that the ranks of `--nproc` have after Ctrl-C to finish the step and save."""
     stall_seconds: float | None = Field(600, gt=0)
@@ -254,12 +266,10 @@ class Train(Strict):
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that others make useless."""
-        if self.save_every is None:
-            yield Idle("keep_best", "but `save_every: null` saves only at the end; remove it, or set `save_every`")
         if self.epochs is not None:
             yield Idle("steps", "but `epochs` decides how long the run is; remove one of the two")
         if self.samples_per_step is not None:
-            yield Idle("micro_batches", "but `samples_per_step` decides how large a step is; remove one of the two")
+            yield Idle("packs_per_step", "but `samples_per_step` decides how large a step is; remove one of the two")
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield the node, if steps are traced that do not exist."""

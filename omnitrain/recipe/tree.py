@@ -1,6 +1,6 @@
 """The recipe: one typed tree for YAML files, ``key.sub=value`` overrides and Python.
 
-Every field has a description; ``omnitrain schema`` prints them as JSON schema. Unknown keys are errors
+Every field has a description; ``omnitrain show --schema`` prints them as JSON schema. Unknown keys are errors
 (:mod:`omnitrain.recipe.problems` names the nearest valid one).
 """
 
@@ -50,8 +50,7 @@ class Recipe(Strict):
         """Yield the keys that a different node makes idle."""
         if self.evaluation is None:
             yield Idle("data.heldout", "but nothing is evaluated; add `evaluation: {}`, or remove it")
-        default = self.parallel.default.precision
-        if default is not None and default.compute is not None:
+        if self.parallel.default.precision.compute is not None:
             why = "but `parallel.default.precision.compute` sets it for all components; remove one of the two"
             yield Idle("train.precision", why)
         for name in self.parallel.sections if not self.data.workers else ():
@@ -85,20 +84,20 @@ class Recipe(Strict):
             yield from (((), message) for message in found)
 
     def _unmeasured_best(self) -> Iterator[str]:
-        train, measured = self.train, self._heldout_every
-        if train.keep_best is None:
+        train, measured, best = self.train, self._heldout_every, self.train.save.keep_best
+        if best is None:
             return
-        is_heldout, every = train.keep_best.startswith("heldout."), train.save_every
+        is_heldout, every = best.startswith("heldout."), train.save.every
         if is_heldout and measured is None:
             yield (
-                f"`train.keep_best: {train.keep_best}` needs `evaluation.loss_every`: set it, or use a loss of the "
+                f"`train.save.keep_best: {best}` needs `evaluation.loss_every`: set it, or use a loss of the "
                 "training data, such as `loss`"
             )
         elif isinstance(every, int) and not self.measures_best(every):
             key, period = ("evaluation.loss_every", measured) if is_heldout else ("train.log_every", train.log_every)
             yield (
-                f"`train.keep_best: {train.keep_best}` is measured every {period} steps (`{key}`), but checkpoints are "
-                f"saved every {every} steps (`train.save_every`); set it to a multiple of {period}"
+                f"`train.save.keep_best: {best}` is measured every {period} steps (`{key}`), but checkpoints are "
+                f"saved every {every} steps (`train.save.every`); set it to a multiple of {period}"
             )
 
     def _unmeasured_stop(self) -> Iterator[str]:
@@ -118,15 +117,15 @@ class Recipe(Strict):
 
     def _uncompiled(self) -> Iterator[str]:
         plan = self.parallel.of(FOUNDATION) if self.train.compile.enabled else ComponentPlan()
-        if plan.recompute in ("full", "selective"):
+        if plan.memory.recomputes_blocks:
             yield (
-                f"`train.compile` with `recompute: {plan.recompute}` of the foundation, under which torch compiles "
-                "nothing; use one of the two"
+                f"`train.compile` with `memory.recompute: {plan.memory.mode}` of the foundation, under which torch "
+                "compiles nothing; use one of the two"
             )
-        elif plan.activation_offload:
+        elif plan.memory.offloads("activations"):
             yield (
-                "`train.compile` with `activation_offload` of the foundation: compiled blocks cannot offload "
-                "activations yet; use one of the two"
+                "`train.compile` with `memory.offload: [activations]` of the foundation: compiled blocks cannot "
+                "offload activations yet; use one of the two"
             )
         elif plan.compile is not None:
             said = f"`compile: {str(plan.compile).lower()}`"
@@ -162,10 +161,10 @@ class Recipe(Strict):
         return step % self.train.log_every == 0 or step == self.train.steps or self.measures_heldout_loss(step)
 
     def measures_best(self, step: int) -> bool:
-        """Return whether the line of step ``step``, from 1, has ``train.keep_best``; without that key, True."""
-        if self.train.keep_best is None:
+        """Return whether the line of step ``step``, from 1, has ``train.save.keep_best``; without that key, True."""
+        if self.train.save.keep_best is None:
             return True
-        is_heldout = self.train.keep_best.startswith("heldout.")
+        is_heldout = self.train.save.keep_best.startswith("heldout.")
         return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
 
     def unknown_heads(self, decoders: Iterable[str]) -> Iterator[Problem]:
@@ -179,7 +178,7 @@ class Recipe(Strict):
         ):
             yield from (((*path, name), f"unknown name; {hint(name, heads)}") for name in named if name not in heads)
         for path, metric in (
-            (["train", "keep_best"], self.train.keep_best),
+            (["train", "save", "keep_best"], self.train.save.keep_best),
             (["train", "early_stopping", "metric"], stopping and stopping.metric),
         ):
             if metric and (head := _head_of(metric)) not in {None, *heads}:

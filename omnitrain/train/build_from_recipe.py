@@ -298,7 +298,7 @@ def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Ren
     data = recipe.data
     by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
-    start_tokens = [getattr(starts, modality) for modality in sorted(attached)]
+    start_tokens = [*(getattr(starts, modality) for modality in sorted(attached)), *starts.starts.values()]
     if isinstance(by_processor, TemplateRenderer):
         return by_processor, _add_tokens(by_processor.tokenizer, start_tokens)
     tokenizer = _tokenizer(recipe)

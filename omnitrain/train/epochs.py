@@ -20,7 +20,7 @@ def counts_samples(recipe: Recipe) -> bool:
 
 
 def in_steps(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``steps`` in place of ``epochs``, and ``micro_batches`` in place of ``samples_per_step``.
+    """Return the recipe with ``steps`` in place of ``epochs``, and ``packs_per_step`` in place of ``samples_per_step``.
 
     It packs the first rows of the run's order, in this process. The result depends on the recipe and its data only.
     """
@@ -28,12 +28,12 @@ def in_steps(recipe: Recipe) -> Recipe:
         return recipe
     train, measured = recipe.train, _Measured(recipe)
     changes: dict[str, object] = {}
-    micro_batches = train.micro_batches
+    packs = train.packs_per_step
     if train.samples_per_step is not None:
-        micro_batches = max(1, round(train.samples_per_step / measured.of_pack(1)[1]))
-        changes |= {"micro_batches": micro_batches, "samples_per_step": None}
+        packs = max(1, round(train.samples_per_step / measured.of_pack(1)[1]))
+        changes |= {"packs_per_step": packs, "samples_per_step": None}
     if train.epochs is not None:
-        rows_per_step = measured.of_pack(micro_batches)[0] * micro_batches
+        rows_per_step = measured.of_pack(packs)[0] * packs
         changes |= {"steps": max(1, math.ceil(train.epochs * measured.rows / rows_per_step)), "epochs": None}
     return recipe.model_copy(update={"train": train.model_copy(update=changes)})
 

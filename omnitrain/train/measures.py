@@ -126,7 +126,7 @@ class RunMeasures:
         first = self.encoder_costs.unused_until + 1
         return [
             *(
-                f"expert_chunks of {name}: {number} was the fastest number, and stays"
+                f"experts.chunks of {name}: {number} was the fastest number, and stays"
                 for name, number in chunks.items()
             ),
             *(
@@ -155,7 +155,7 @@ class RunMeasures:
             **({"learning_rates": own} if own else {}),
             **self.meter.read(self.ranks.meter_peers),
             **self.flops.read(self.ranks.peers, self.stopwatch.seconds),
-            **self.stopwatch.read(train.micro_batches * self._recipe.data.pack_tokens),
+            **self.stopwatch.read(train.packs_per_step * self._recipe.data.pack_tokens),
             **memory_metrics(self._device, self.ranks.peers),
             "data_wait": max(waits),
             "rejected": rejected,

@@ -7,12 +7,13 @@ from omnitrain.errors import UserError
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def micro_batches_of_rank(recipe: Recipe, state: ParallelState) -> int:
     """Return the number of micro-batches of a step on each rank; the last one is idle on some if they do not fit."""
-    return len(share_of_rank(0, state.dp_size, recipe.train.micro_batches).slots)
+    return len(share_of_rank(0, state.dp_size, recipe.train.packs_per_step).slots)
 
 
 def check_micro_batches(recipe: Recipe, state: ParallelState | None) -> list[str]:
@@ -25,7 +26,7 @@ def check_micro_batches(recipe: Recipe, state: ParallelState | None) -> list[str
     """
     if state is None:
         return []
-    advice = (_uneven_ranks(recipe.train.micro_batches, state.dp_size), _short_pipeline(recipe, state))
+    advice = (_uneven_ranks(recipe.train.packs_per_step, state.dp_size), _short_pipeline(recipe, state))
     return [line for line in advice if line is not None]
 
 
@@ -40,7 +41,7 @@ def _uneven_ranks(slots: int, ranks: int) -> str | None:
         fewer, sharing = max(number for number in range(1, slots) if ranks % number == 0), ranks // slots
         waits = f"{sharing} or {sharing + 1} of them divide a pack, and the latter wait"
     fits = f"{fewer} or {slots + -slots % ranks} would fit"
-    return f"train.micro_batches {slots} on {ranks} data-parallel ranks: {waits}; {fits}"
+    return f"train.packs_per_step {slots} on {ranks} data-parallel ranks: {waits}; {fits}"
 
 
 def _short_pipeline(recipe: Recipe, state: ParallelState) -> str | None:
@@ -56,8 +57,8 @@ def _short_pipeline(recipe: Recipe, state: ParallelState) -> str | None:
     of = "in groups of " + str(settings.group_size) if settings.group_size else f"on {ranks} pipeline ranks"
     data = "" if state.dp_size == 1 else f" on {state.dp_size} data-parallel ranks"
     words = (
-        f"{kind} {of} needs {needed} micro-batches per rank and step, but train.micro_batches "
-        f"{recipe.train.micro_batches} gives {found}{data}; set train.micro_batches to {needed * state.dp_size}"
+        f"{kind} {of} needs {needed} micro-batches per rank and step, but train.packs_per_step "
+        f"{recipe.train.packs_per_step} gives {found}{data}; set train.packs_per_step to {needed * state.dp_size}"
     )
     if (settings.kind, settings.chunks, settings.group_size) == (None, None, None):
         return f"{words}, because pipeline ranks are idle most of the time with fewer"

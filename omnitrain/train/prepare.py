@@ -122,7 +122,7 @@ def open_data(
         state=state if ranks.is_first else replace(state, rejected=()),  # one rank lists those from before
         alone=not contract.packs,
         without_tails=contract.without_tails,
-        slots=recipe.train.micro_batches,
+        slots=recipe.train.packs_per_step,
         rank=ranks.data_rank,
         ranks=ranks.data_size,
         idle=idle_prompt(model),

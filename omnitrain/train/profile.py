@@ -99,7 +99,7 @@ def _timed(trainer: Trainer, step: Callable[[], None], steps: int) -> dict[str, 
     return {
         "seconds": seconds / steps,
         **trainer.measures.flops.read(trainer.ranks.peers, seconds),
-        **trainer.measures.stopwatch.read(recipe.train.micro_batches * recipe.data.pack_tokens),
+        **trainer.measures.stopwatch.read(recipe.train.packs_per_step * recipe.data.pack_tokens),
     }
 
 
@@ -204,7 +204,7 @@ def _facts(trainer: Trainer, line: Mapping[str, Any]) -> Facts:
         ranks=trainer.ranks.peers.size,
         workers=recipe.data.workers,
         is_compiled=trainer.compiled is not None,
-        micro_batches=recipe.train.micro_batches,
+        packs_per_step=recipe.train.packs_per_step,
         fill=line["fill"],
         settings={name: plan.model_dump(exclude_none=True) for name, plan in plans.items()},
         imbalance={

@@ -25,11 +25,11 @@ class SaveTimes:
 
     ``auto`` saves after ten minutes. Where a checkpoint takes longer than 30 seconds, it saves after 20 times as long,
     or after a tenth of the run's steps, if that is sooner. So a crash costs at most ten minutes or a tenth of the run.
-    With ``train.keep_best`` it waits for a step that measures the metric, but not twice as long as without.
+    With ``train.save.keep_best`` it waits for a step that measures the metric, but not twice as long as without.
     """
 
     def __init__(self, recipe: Recipe, step: int) -> None:
-        self._recipe, self._every, self._kept = recipe, recipe.train.save_every, recipe.train.keep_every
+        self._recipe, self._every, self._kept = recipe, recipe.train.save.every, recipe.train.save.keep_every
         self._steps, self._saved_step = recipe.train.steps, step
         self._saved_at = time.monotonic()
         self._seconds = 0.0
@@ -86,7 +86,7 @@ class Saves:
         tell: Callable[..., None],
         paused: Callable[[str], contextlib.AbstractContextManager[Any]],
     ) -> None:
-        self._is_auto = recipe.train.save_every == "auto"
+        self._is_auto = recipe.train.save.every == "auto"
         self._folder, self._store, self._ranks = folder, folder.store, measures.ranks
         self._measures, self._saver, self._tell, self._paused = measures, saver, tell, paused
         self.times = SaveTimes(recipe, measures.step)

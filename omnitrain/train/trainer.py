@@ -132,7 +132,7 @@ class Trainer:
         self.recipe = self.folder.recipe = self.measures.settled_in(recipe)
         self._open_data(recipe, saved)
         saved_parts = self.model, self.processor, optimizers
-        self.saver = Saver(self.folder, self.ranks, *saved_parts, in_background=recipe.train.async_save)
+        self.saver = Saver(self.folder, self.ranks, *saved_parts, in_background=recipe.train.save.background)
         self.watch = self.ranks.watch(recipe.train.stall_seconds)
         self.saves = Saves(recipe, self.folder, self.measures, self.saver, self._tell, self._paused)
         self._stop_reason: str | None = None

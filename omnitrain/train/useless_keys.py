@@ -23,7 +23,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
-    unknown = [*_impossible_sizes(recipe, model), *_unknown_encoders(recipe, processor)]
+    unknown = [*_impossible_sizes(recipe, model), *_unknown_components(recipe, processor)]
     if problems := [*idle_problems(recipe, idle), *unknown]:
         raise UserError(*dict.fromkeys(problems))
 
@@ -39,13 +39,16 @@ def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
             yield f"evaluation.sampling.{name}.size: {error}"
 
 
-def _unknown_encoders(recipe: Recipe, processor: OmniProcessor) -> Iterator[str]:
-    known = {name for readers in processor.readers.values() for name in readers}
+def _unknown_components(recipe: Recipe, processor: OmniProcessor) -> Iterator[str]:
+    """Yield names of encoders and decoders that the data use and the model does not have."""
+    readers, writers = (set().union(*by.values()) for by in (processor.readers, processor.writers))
+    named = [("data.chat.starts", list(recipe.data.chat.starts if recipe.data.chat else ()), writers)]
     for kind, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         for number, source in enumerate(sources):
-            for name in source.encoders or ():
-                if name not in known:
-                    yield f"data.{kind}.{number}.encoders: {name!r} is no encoder; {hint(name, known)}"
+            named.append((f"data.{kind}.{number}.encoders", source.encoders or [], readers))
+            named.append((f"data.{kind}.{number}.decoders", source.decoders or [], writers))
+    for key, names, known in named:
+        yield from (f"{key}: unknown name {name!r}; {hint(name, known)}" for name in names if name not in known)
 
 
 def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:

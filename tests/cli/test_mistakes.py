@@ -54,7 +54,7 @@ run R --resum
 check R --train.log-every 5 --trian.optimizer.learning-rate 1e-3
     2  and none is called `train.log-every`; did you mean `train.log_every=5`?
 run R --train.banana=20
-    2  and none is called `train.banana`; `omnitrain schema` prints all
+    2  and none is called `train.banana`; `omnitrain show --schema` prints all
 check R --pack-tokens 64
     2  --pack-tokens: keys of a recipe have no dashes; write `data.pack_tokens=64`
 run R --learning_rate=1e-4
@@ -62,7 +62,7 @@ run R --learning_rate=1e-4
 run R max_steps=20 lr=1e-4 bf16=true
     2  3 problems...max_steps...`train.steps`...lr...`train.optimizer.learning_rate`...`train.precision=bf16`
 run R train.batch_size=8 train.gradient_accumulation_steps=4
-    2  2 problems...`train.samples_per_step` (samples of a step, over all ranks...`train.micro_batches` (packs in a step
+    2  2 problems...`train.samples_per_step` (samples of a step, over all ranks...`train.packs_per_step` (packs in a
 run R steps=20
     2  steps: unknown key, found 20; use `train.steps`
 run R train.optimizer.schedule=cosin
@@ -75,10 +75,8 @@ run R train.metrics.right=my.py train.losses.text=torch.nn.functional.cross_entr
     2  losses.text: found 'torch...such as torch.nn.functional:cross_entropy...right: found 'my.py'...as my.py:FUNCTION
 run R data.heldout={path: train.parquet}
     2  data.heldout: set, but nothing is evaluated; add `evaluation: {}`, or remove it
-run begun
-    2  begun is the folder of a run, and no recipe: `omnitrain resume begun` continues
-resume R
-    2  recipe.yaml is a recipe, and `resume` takes the folder of a run: `omnitrain run recipe.yaml` starts
+show begun
+    2  begun is the folder of a run, and no recipe: `omnitrain run begun` continues
 run R evaluation={}
     2  `evaluation` needs `data.heldout`
 run R --resume
@@ -104,12 +102,12 @@ check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=
     2  parallel.default.pp: found 2: split [1, 2] adds up to 3 blocks, but the model has 4; change the numbers
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.split=[4]
     2  split [4] has 1 numbers, but the pipeline has 2 stages
-check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.micro_batches=2
+check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv train.packs_per_step=2
     2  parallel.default.schedule: zbv on 2 pipeline ranks needs 3 micro-batches per rank and step...2 gives 2; set
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.default.schedule.kind=zbv parallel.default.compile=true
     2  parallel.default.compile: found true with `schedule: {kind: zbv}`, but compiled blocks cannot delay...remove one
-run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.micro_batches=2
-    2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.micro_batches to 4 or
+run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2 train.packs_per_step=2
+    2  interleaved on 2 pipeline ranks needs 2...2 gives 1 on 2 data-parallel ranks; set train.packs_per_step to 4 or
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
     2  parallel.components.image_encoder: unknown component; choose from foundation
 check R --nproc 2 parallel.default.schedule.kind=gpipe
@@ -118,14 +116,14 @@ check R --nproc 2 parallel.default.schedule.overlap=true
     2  parallel.default.schedule.overlap: found true with ep 1, where no all-to-all...can be hidden; set ep above 1
 check R --nproc 2 parallel.default.pp=2 parallel.default.schedule={kind: zbv, overlap: true}
     2  parallel.default.schedule.overlap: found true with `kind: zbv`; it is for `1f1b` and `interleaved`
-schedule R
+show R --schedule
     2  this recipe has no pipeline (pp is 1)...set parallel.components.foundation.pp=2
-schedule deep.yaml --nproc 3 parallel.default.pp=2
+show deep.yaml --schedule --nproc 3 parallel.default.pp=2
     2  pp=2 needs a multiple of 2 ranks, found 3
-schedule deep.yaml parallel.default.pp=2 --forward=-1
+show deep.yaml --schedule parallel.default.pp=2 --forward=-1
     2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16
-    2  trainable tensors are not float32...leave precision.param of the plan unset, or set optimizer_offload
+    2  trainable tensors are not float32...leave precision.param of the plan unset, or set `memory.offload
 check R parallel.components.fundation.mode=replicate
     2  parallel.components.fundation: unknown component; did you mean `foundation`?
 

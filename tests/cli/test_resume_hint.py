@@ -21,16 +21,16 @@ def words() -> list[str]:
 
 def test_the_hint_names_the_folder_and_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_hint.shutil, "which", lambda name: None)
-    assert words() == [sys.executable, "-m", "omnitrain", "resume", "my run"]
+    assert words() == [sys.executable, "-m", "omnitrain", "run", "my run"]
     monkeypatch.setattr(resume_hint.shutil, "which", lambda name: f"{sys.executable.rpartition('/')[0]}/{name}")
-    assert words() == ["omnitrain", "resume", "my run"]
+    assert words() == ["omnitrain", "run", "my run"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(LAUNCHER, "123")
-    assert words() == ["omnitrain", "resume", "my run", "--nproc", "4"]
+    assert words() == ["omnitrain", "run", "my run", "--nproc", "4"]
 
 
 def test_under_torchrun_the_command_of_the_launcher_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert resume_hint.resume_hint("runs/mine") == (
-        "to continue, start `-m omnitrain resume runs/mine` in place of `-m omnitrain run ...`"
+        "to continue, start `-m omnitrain run runs/mine` in place of `-m omnitrain run ...`"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from omnitrain.cli.main import app
@@ -66,7 +67,7 @@ import omnitrain.recipe.shipped
 from typer.testing import CliRunner
 from omnitrain.cli.main import app
 omnitrain.recipe.shipped._PACKAGE = Path(".")
-for call in (["--help"], ["ls"], ["show", "small"], ["schema"], ["--version"], ["run", "--help"]):
+for call in (["--help"], ["ls"], ["show", "small"], ["show", "--schema"], ["--version"], ["run", "--help"]):
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, (call, result.output)
     assert "torch" not in sys.modules, call
@@ -182,22 +183,28 @@ def test_run_hands_over_the_recipe_with_its_overrides(shipped: Path, monkeypatch
     assert refused.exit_code == 2 and "--resume and --auto-resume exclude each other" in refused.stderr
 
 
-def test_resume_takes_the_recipe_of_the_folder_which_may_have_moved(
+def test_run_of_a_folder_takes_the_recipe_in_it_which_may_have_moved(
     shipped: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     moved = shipped / "moved: here"
     moved.mkdir()
     (moved / "recipe.yaml").write_text(f"{RECIPE}train: {{steps: 5, log_every: 3}}\noutput_dir: runs/before\n")
-    assert call("resume", str(moved), "train.steps=7").exit_code == 0
+    assert call("run", str(moved), "train.steps=7").exit_code == 0
     recipe, resume = Trainer.given
     assert (recipe.train.steps, recipe.train.log_every, recipe.output_dir, resume) == (7, 3, str(moved), True)
     for arguments, message in (
-        ([str(shipped)], f"{shipped} is not the folder of a run (no recipe.yaml); name the output_dir of one"),
-        ([str(moved), "output_dir=x"], f"resume continues the run in {moved}, not in x; remove output_dir="),
+        (
+            [str(shipped)],
+            f"{shipped} is not the folder of a run (no recipe.yaml); name the output_dir of one, or a recipe",
+        ),
+        (
+            [str(moved), "output_dir=x"],
+            f"{moved} is the folder of a run, which continues there, not in x; remove output_dir=",
+        ),
         ([str(moved), "--train.steps", "9"], "--train.steps: keys of a recipe have no dashes; write `train.steps=9`"),
     ):
-        refused = call("resume", *arguments)
+        refused = call("run", *arguments)
         assert (refused.exit_code, refused.stderr) == (2, f"omnitrain: {message}\n")
 
 
@@ -217,7 +224,7 @@ def test_run_ends_with_the_code_of_its_outcome(
     stand_in(monkeypatch, "omnitrain.train.trainer", Trainer=Trainer)
     ended = call("run", "small")
     assert (ended.exit_code, ended.stderr) == (code, message)
-    assert ended.stdout.endswith("omnitrain resume runs/default\n") == isinstance(outcome, types.SimpleNamespace)
+    assert ended.stdout.endswith("omnitrain run runs/default\n") == isinstance(outcome, types.SimpleNamespace)
 
 
 def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
@@ -233,7 +240,7 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
         given.extend([first, arguments()[len(first) :], nproc, options["max_restarts"], options["stop_seconds"], fits])
         return 130
 
-    stand_in(monkeypatch, "omnitrain.train.launch.launch", launch_with_restarts=launch)
+    monkeypatch.setattr("omnitrain.train.launch.launch.launch_with_restarts", launch)
     monkeypatch.setattr("omnitrain.train.launch.launch.num_cores", lambda: 2)
     overrides = ["train.stop_seconds=7", "train.device=cpu", "parallel.default.ulysses=2"]
     ended = call("run", "small", *overrides, "--nproc", "4", "--max-restarts", "4")
@@ -243,6 +250,52 @@ def test_run_with_several_ranks_launches_itself_and_ends_as_they_do(
     assert given == [first, ["--auto-resume"], 4, 4, 7.0, [2, 4, 6, 8]]
     assert call("run", "small", "train.stps=7", "--nproc", "3").exit_code == 2  # found before ranks are started
     assert "it needs --nproc 2 or more" in call("run", "small", "--max-restarts", "1").stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("resume runs/mine", "run FOLDER"),
+        ("schedule small --nproc 2", "show RECIPE --schedule"),
+        ("preview small", "show RECIPE --packs"),
+        ("data stats small", "show RECIPE --stats"),
+        ("data --help", "show RECIPE --stats"),
+        ("schema", "show --schema"),
+        ("chat runs/mine", "generate CHECKPOINT --chat"),
+    ],
+)
+def test_an_old_command_is_refused_with_the_name_of_the_new_one(old: str, new: str) -> None:
+    refused = call(*old.split())
+    message = f"omnitrain: there is no `omnitrain {old.split()[0]}`; write `omnitrain {new}`\n"
+    assert (refused.exit_code, refused.stdout, refused.stderr) == (2, "", message)
+
+
+def test_the_commands() -> None:
+    verbs = ["ls", "show", "cp", "check", "run", "verify", "profile", "generate", "export", "report", "doctor"]
+    assert sorted(typer.main.get_command(app).commands) == sorted(verbs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--packs", "show: found no RECIPE; name a YAML file or a shipped recipe (`omnitrain ls`), or add --schema"),
+        ("small --packs --stats", "--packs and --stats exclude each other"),
+        ("small --rows 3", "--rows belongs to `show RECIPE --stats`; add that option, or remove --rows"),
+        ("small --packs --json f", "--json belongs to `show RECIPE --stats or --schedule`; add"),
+        ("small train.steps=3", "show prints the file small, to which overrides such as `train.steps=3` do not apply"),
+        ("small --schema", "--schema is the same for all recipes; remove small"),
+        ("small --schedule --forward 0", "--forward: found 0; expected a number of seconds above 0"),
+    ],
+)
+def test_show_refuses_what_does_not_belong_to_what_it_shows(arguments: str, message: str, shipped: Path) -> None:
+    refused = call("show", *arguments.split())
+    assert refused.exit_code == 2 and refused.stderr.startswith(f"omnitrain: {message}")
+
+
+@pytest.mark.parametrize("options", [(), ("--prompt", "a", "--chat"), ("--chat", "--image", "a.png")])
+def test_generate_needs_one_source_of_messages(options: tuple[str, ...]) -> None:
+    refused = call("generate", "runs/mine", *options)
+    assert refused.exit_code == 2 and "generate needs one of --prompt TEXT" in refused.stderr
 
 
 def test_an_unexpected_error_keeps_its_traceback(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +334,7 @@ def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch
 
 
 def test_schema_and_doctor_print_and_exit_0() -> None:
-    assert json.loads(call("schema").output)["required"] == ["model", "data"]
+    assert json.loads(call("show", "--schema").output)["required"] == ["model", "data"]
     examined = call("doctor")
     assert examined.exit_code == 0
     assert "versions\n" in examined.output

@@ -31,7 +31,7 @@ from tests.train.test_ranks import assert_same_run, fit
 
 DECAY = 0.9
 EMA = [f"train.ema.decay={DECAY}", "model.freeze=[image_encoder.tower]", "train.optimizer.learning_rate=1e-2"]
-TWO_PACKS = ["train.micro_batches=2"]
+TWO_PACKS = ["train.packs_per_step=2"]
 
 
 def whole(model: OmniModel) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def test_averages_are_those_by_hand_also_when_a_run_resumes_on_fewer_ranks(
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["parallel.default={precision: {param: bfloat16}, optimizer_offload: true}"],
+        ["parallel.default={precision: {param: bfloat16}, memory: {offload: [optimizer]}}"],
         ["parallel.components.foundation.lora={rank: 2}"],
     ],
     ids=["offload", "lora"],

@@ -114,7 +114,7 @@ def test_what_8_bit_states_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="`state: int8` with `kind: muon`"):
         Optimizer(kind="muon", state="int8")
     model = model_of_two_layers()
-    with pytest.raises(UserError, match="found 'int8' with a plan's optimizer_offload"):
+    with pytest.raises(UserError, match=r"found 'int8' with `memory.offload: .optimizer.` of a plan"):
         build_optimizer(model, SETTINGS, offloaded=list(model.parameters()))
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(UserError, match=r"'int8' needs torchao .*pip install 'omnitrain\[low-bit\]'"):

@@ -48,7 +48,7 @@ def pack(task: str | None = None) -> Pack:
     return Pack.from_samples(samples(task))
 
 
-def total(output: ot.OmniOutput) -> torch.Tensor:
+def total(output: ot.models.OmniOutput) -> torch.Tensor:
     """The sum of all losses."""
     return torch.stack([term.sum for term in output.losses.values()]).sum()
 

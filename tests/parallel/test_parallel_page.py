@@ -32,7 +32,7 @@ def run_page(folder: Path) -> tuple[list[tuple[str, str, int]], float, int]:
     prompts = [processor.prompt(tiny_row("image_to_text", seed)) for seed in own]
     losses, answers = names["evaluate"](model, processor, [pack("text") for _ in own], prompts)
     assert len(answers) == len(prompts) and all(answer.tokens for answer in answers)
-    layout = [(row.name, row.mode, row.trainable) for row in ot.layout_of(model).table(model)]
+    layout = [(row.name, row.mode, row.trainable) for row in ot.parallel.layout_of(model).table(model)]
     return layout, losses["heads"]["text"]["tokens"], pack("text").loss_counts()["text"]
 
 

@@ -30,12 +30,12 @@ def placed_by_component() -> dict[str, Any]:
     }
     model = laid_out(components=plans)
     found = {}
-    for name, component in ot.layout_of(model).components.items():
+    for name, component in ot.parallel.layout_of(model).components.items():
         trained = [p for p in model.components[name].values() if p.requires_grad]
         found[name] = (
             component.plan.mode,
-            component.num_replicas,
-            component.num_shards,
+            component.plan.dp_replicate,
+            component.plan.dp_shard,
             {(tuple(p.device_mesh.shape), p.placements) for p in trained},
             {p.to_local().size(0) / p.size(0) for p in trained if p.size(0) % 4 == 0},
         )
@@ -91,7 +91,7 @@ def precision_of(fields: dict[str, str] | None, mixed: bool | None) -> dict[str,
         "gradient": gradients(model)["foundation.model.norm.weight"].float(),
         "tokenizers": {p.dtype for n, p in model.named_parameters() if ".tokenizer." in n},
         "codes": model.image_decoder.lm_encode(*_features("image_decoder"))[1],
-        "rows": [parameter for row in ot.layout_of(model).table(model) if (parameter := row.dtypes)],
+        "rows": [parameter for row in ot.parallel.layout_of(model).table(model) if (parameter := row.dtypes)],
     }
 
 
@@ -147,8 +147,13 @@ def ops_of_backward(recompute: dict[str, Any]) -> tuple[dict[str, int], dict[str
 
 
 def ops_by_recompute() -> list[tuple[dict[str, int], dict[str, torch.Tensor]]]:
-    selective = {"recompute": "selective"}
-    plans = ({}, {"recompute": "full"}, selective, selective | {"saved_ops": ["aten.silu"]})
+    selective = {"memory": {"recompute": "selective"}}
+    plans = (
+        {},
+        {"memory": {"recompute": "full"}},
+        selective,
+        {"memory": {"recompute": {"keep": ["aten.silu"]}}},
+    )
     return [ops_of_backward(plan) for plan in plans]
 
 
@@ -194,7 +199,7 @@ def kept_activations(components: dict[str, dict[str, Any]]) -> dict[str, Any]:
     loss = total(model(pack()))
     alive = [outputs[name]() is not None for name in watched]
     loss.backward()
-    offloads = {name: c.activations for name, c in ot.layout_of(model).components.items() if c.activations}
+    offloads = {name: c.activations for name, c in ot.parallel.layout_of(model).components.items() if c.activations}
     return {
         "alive": alive,
         "bytes": {name: offload.num_bytes for name, offload in offloads.items()},
@@ -203,9 +208,9 @@ def kept_activations(components: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def activations_by_plan() -> list[dict[str, Any]]:
-    offload = {"activation_offload": True}
-    plans = ({}, {"foundation": offload}, {"foundation": offload | {"recompute": "full"}})
-    return [kept_activations(plan) for plan in plans]
+    offload = {"offload": ["activations"]}
+    memories = ({}, offload, offload | {"recompute": "full"})
+    return [kept_activations({"foundation": {"memory": memory}}) for memory in memories]
 
 
 def test_activation_offload_frees_what_the_blocks_of_a_component_saved(ranks: RankPool) -> None:
@@ -218,8 +223,8 @@ def test_activation_offload_frees_what_the_blocks_of_a_component_saved(ranks: Ra
 
 
 def offloaded_parameters() -> dict[str, bool]:
-    model = laid_out(components={"foundation": {"parameter_offload": True, "optimizer_offload": True}})
-    layout = ot.layout_of(model)
+    model = laid_out(components={"foundation": {"memory": {"offload": ["parameters", "optimizer"]}}})
+    layout = ot.parallel.layout_of(model)
     assert {id(p) for p in layout.offloaded(model)} == {id(p) for p in model.components["foundation"].values()}
     return {
         unit: isinstance(group.offload_policy, CPUOffloadPolicy)
@@ -258,7 +263,7 @@ def test_a_plan_says_who_encodes(ranks: RankPool, place: str, shares: list[int])
 def place_of_inputs() -> tuple[str, str]:
     another = torch.device("cpu", 0)  # as if it were one
     with patch("omnitrain.parallel.fsdp.shard.device_of", lambda mesh: another):
-        model = laid_out({"parameter_offload": True})
+        model = laid_out({"memory": {"offload": ["parameters"]}})
     return str(next(model.parameters()).device), str(model.device)
 
 
@@ -329,11 +334,11 @@ def gradients_of_one_process(tasks: tuple[str | None, ...]) -> dict[str, torch.T
 
 def mixed_layout() -> Any:
     return ot.ParallelPlan(
-        default=ot.ComponentPlan(recompute="selective"),
+        default=ot.ComponentPlan(memory={"recompute": "selective"}),
         components={
             "image_encoder": ot.ComponentPlan(mode="hsdp", dp_replicate=2),
-            "audio_encoder": ot.ComponentPlan(mode="replicate", activation_offload=True),
-            "image_decoder": ot.ComponentPlan(dp_replicate=4, optimizer_offload=True),
+            "audio_encoder": ot.ComponentPlan(mode="replicate", memory={"offload": ["activations"]}),
+            "image_decoder": ot.ComponentPlan(dp_replicate=4, memory={"offload": ["optimizer"]}),
         },
     )
 
@@ -371,16 +376,24 @@ def test_weights_that_differ_between_ranks_are_refused(ranks: RankPool) -> None:
 
 
 def shown() -> LayoutTable:
-    components = {"image_encoder": {"freeze": True, "mode": "replicate"}, "foundation": {"recompute": "full"}}
+    components = {
+        "image_encoder": {"freeze": True, "mode": "replicate"},
+        "foundation": {"memory": {"recompute": "full"}},
+    }
     model = laid_out(components=components)
-    return ot.layout_of(model).table(model)
+    return ot.parallel.layout_of(model).table(model)
 
 
 def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
     table = ranks.run(shown, timeout_s=60, world=2)[0]
     rows = {row.name: row for row in table}
     foundation, image = rows["foundation"], rows["image_encoder"]
-    assert (foundation.mode, foundation.mesh, foundation.units, foundation.recompute) == ("fsdp2", "1 x 2", 3, "full")
+    assert (foundation.mode, foundation.mesh, foundation.units, foundation.recompute) == (
+        "fsdp2",
+        "1 x 2",
+        3,
+        "full",
+    )
     assert (image.mode, image.mesh, image.trainable) == ("replicate", "2 x 1", 0) and image.parameters == 7008
     assert rows["audio_decoder"].offload == "none" and foundation.dtypes == "float32 / float32 / float32"
     (line,) = (line for line in str(table).splitlines() if "image_encoder" in line)
@@ -391,7 +404,7 @@ def test_the_table_says_what_was_applied_where(ranks: RankPool) -> None:
 def shown_with_a_section() -> LayoutTable:
     plan = ot.ParallelPlan(sections={"vision": Section(components=["image_encoder"], ranks=2)})
     model = ot.build_parallelize_model(any_to_any(), parallel_state=init_state_of(plan), parallel_plan=plan, **PLAIN)
-    return ot.layout_of(model).table(model)
+    return ot.parallel.layout_of(model).table(model)
 
 
 def test_the_table_of_each_rank_has_the_section_of_a_component_and_the_units_of_its_ranks(ranks: RankPool) -> None:
@@ -407,7 +420,7 @@ def compiled(run: bool) -> dict[str, Any]:
     model = laid_out(components={"foundation": {"compile": True}})
     layers = model.foundation.model.layers
     found = {"layers": [layer._compiled_call_impl is not None for layer in layers]}
-    component = ot.layout_of(model).components["foundation"]
+    component = ot.parallel.layout_of(model).components["foundation"]
     if run:
         total(model(pack())).backward()
         found |= {"compilations": len(component.compiled.compilations), "gradients": gradients(model)}

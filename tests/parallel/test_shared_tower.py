@@ -23,7 +23,7 @@ TOWERS = {
     "qwen3_omni_moe_thinker": ("image_encoder", "audio_encoder"),
     "grid_tower": ("image_encoder",),
 }
-TWO = {"ulysses": 2, "dp_shard": 2, "recompute": "full"}
+TWO = {"ulysses": 2, "dp_shard": 2, "memory": {"recompute": "full"}}
 
 
 def shared(name: str, **default: object) -> ot.ParallelPlan:
@@ -42,7 +42,7 @@ def statuses(ranks: RankPool, name: str, plans: list[ot.ParallelPlan], samples: 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOWERS)
 def test_every_tower_that_takes_one_row_may_be_shared(ranks: RankPool, name: str) -> None:
-    plans = [shared(name, **TWO), shared(name, ulysses=2), shared(name, cp=2, recompute="full")]
+    plans = [shared(name, **TWO), shared(name, ulysses=2), shared(name, cp=2, memory={"recompute": "full"})]
     assert statuses(ranks, name, plans) == "equal equal equal"
 
 

@@ -36,7 +36,7 @@ def test_a_model_shows_its_components() -> None:
 
 
 def shown() -> tuple[str, str]:
-    layout = ot.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
+    layout = ot.parallel.layout_of(model := laid_out(components={"image_encoder": {"mode": "replicate"}}))
     return as_html(layout), as_html(layout.table(model))
 
 
@@ -51,14 +51,14 @@ def test_a_layout_shows_its_ranks_and_components(ranks: RankPool) -> None:
 
 def test_a_plan_shows_what_it_sets() -> None:
     plan = ot.ParallelPlan(
-        default=ot.ComponentPlan(recompute="full"),
-        components={"foundation": ot.ComponentPlan(tp=2, precision=ot.Precision(compute="bfloat16"))},
+        default=ot.ComponentPlan(memory={"recompute": "full"}),
+        components={"foundation": ot.ComponentPlan(tp=2, precision=ot.recipe.Precision(compute="bfloat16"))},
         sections={"vision": Section(components=["image_encoder"], ranks=2)},
         tp_plan={"layers.*.q<proj": "colwise"},
     )
     titles, default, foundation, vision, globs, glob = cells(as_html(plan))
-    assert titles == ["", "recompute", "tp", "precision", "components", "ranks"]
-    assert default == ["default", "full", "", "", "", ""]
+    assert titles == ["", "memory", "tp", "precision", "components", "ranks"]
+    assert default == ["default", "recompute: full", "", "", "", ""]
     assert foundation == ["foundation", "", "2", "compute: bfloat16", "", ""]
     assert vision == ["vision", "", "", "", "image_encoder", "2"]
     assert (globs, glob) == (["glob", "value"], ["layers.*.q&lt;proj", "colwise"])
@@ -68,7 +68,7 @@ def test_a_cell_shows_them_by_their_classes(monkeypatch: pytest.MonkeyPatch) -> 
     shell = SimpleNamespace(display_formatter=DisplayFormatter())
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     show_in_notebooks(ot._SHOWN_IN_NOTEBOOKS)
-    plan = ot.ParallelPlan(default=ot.ComponentPlan(recompute="full"))
+    plan = ot.ParallelPlan(default=ot.ComponentPlan(memory={"recompute": "full"}))
     shown, _ = shell.display_formatter.format(plan)
     assert shown["text/html"] == as_html(plan) and "text/plain" in shown
     for path in ot._SHOWN_IN_NOTEBOOKS:

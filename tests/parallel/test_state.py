@@ -27,7 +27,7 @@ def members(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank, digit in enumerate(reversed(str(total.item()))) if digit == "1"]
 
 
-def members_of_all_groups(state: ot.ParallelState) -> dict[str, list[int]]:
+def members_of_all_groups(state: ot.parallel.ParallelState) -> dict[str, list[int]]:
     meshes = {name: getattr(state, f"{name}_mesh") for name in MESHES}
     found = {name: members(mesh.get_group(mesh.ndim - 1)) for name, mesh in meshes.items()}
     found |= {f"{name}_group": members(getattr(state, f"{name}_group")) for name in GROUPS}

@@ -99,8 +99,9 @@ def test_a_step_with_fewer_images_has_larger_windows() -> None:
 def test_a_limit_that_is_too_small_is_refused_with_the_one_that_is_needed() -> None:
     features = 3 * ones()
     needed = (
-        r"components.tower.feature_bytes: found 119, but with windows of one micro-batch 120 bytes wait on a rank at a "
-        r"time \(rank 0 has 3 features of 10 bytes in micro-batch 0\); allow 120, or make micro-batches smaller"
+        r"components.tower.encode.feature_bytes: found 119, but with windows of one micro-batch 120 bytes wait on "
+        r"a rank at a time \(rank 0 has 3 features of 10 bytes in micro-batch 0\); allow 120, or make "
+        "micro-batches smaller"
     )
     with pytest.raises(UserError, match=needed):
         chosen(4, 119, features)

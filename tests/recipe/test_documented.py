@@ -1,29 +1,16 @@
-from pathlib import Path
-from typing import Any, get_args
+"""docs/recipes.md has each key of a recipe as the tree describes it."""
 
-import pytest
+from __future__ import annotations
 
-from omnitrain.recipe.strict import Strict, descriptions
-from omnitrain.recipe.tree import Recipe
-
-PAGE = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+from omnitrain.recipe.strict import descriptions
+from tests.recipe.recipes_page import NODES, PAGE, TABLE, heading_of, with_tables
 
 
-def nodes_of(annotation: Any) -> set[type[Strict]]:
-    if not (isinstance(annotation, type) and issubclass(annotation, Strict)):
-        return {node for argument in get_args(annotation) for node in nodes_of(argument)}
-    fields = annotation.model_fields.values()
-    return {annotation}.union(*(nodes_of(field.annotation) for field in fields))
+def test_the_tables_of_the_page_are_those_of_the_tree() -> None:
+    page = PAGE.read_text()
+    assert {heading_of(node) for node in NODES} == {found[1] for found in TABLE.finditer(page)}
+    assert with_tables(page) == page, "run python -m tests.recipe.recipes_page"
 
 
-NODES = sorted(nodes_of(Recipe), key=lambda node: node.__name__)
-
-
-@pytest.mark.parametrize("node", NODES, ids=lambda node: node.__name__)
-def test_every_key_stands_in_the_documentation_as_the_tree_describes_it(node: type[Strict]) -> None:
-    missing = [
-        name
-        for name, description in descriptions(node).items()
-        if not any(f"`{name}`" in line and description.replace("|", "\\|") in line for line in PAGE.splitlines())
-    ]
-    assert missing == [] and descriptions(node).keys() == node.model_fields.keys()
+def test_every_key_has_a_description() -> None:
+    assert {node: descriptions(node).keys() for node in NODES} == {node: node.model_fields.keys() for node in NODES}

@@ -109,6 +109,6 @@ def test_all_bad_words_are_told_at_once_with_the_nearest_valid_one() -> None:
 def test_a_layout_is_a_plan_for_all_components() -> None:
     plan = parse_layout("hsdp2x2.sp2.recompute.offload").plan().of("image_encoder")
     assert (plan.mode, plan.dp_replicate, plan.dp_shard, plan.ulysses) == ("hsdp", 2, 2, 2)
-    assert (plan.recompute, plan.activation_offload, plan.parameter_offload) == ("full", True, True)
+    assert (plan.memory.recompute, plan.memory.offload) == ("full", ["activations", "parameters", "optimizer"])
     replicated = parse_layout("replicate2.offload").plan().of("foundation")
-    assert (replicated.parameter_offload, replicated.optimizer_offload, replicated.recompute) == (None, True, None)
+    assert (replicated.memory.offload, replicated.memory.recompute) == (["activations", "optimizer"], None)

@@ -68,8 +68,8 @@ def test_branches_of_a_union_make_one_line(recipe_file: Path) -> None:
         "  model.encoders.image_encoder.processor: found [3]; expected a string, or a dictionary; "
         "change it, or remove it",
     ]
-    assert refusal(recipe_file, ["parallel.default.expert_chunks=atuo"])[1:] == [
-        "  parallel.default.expert_chunks: found 'atuo'; expected an integer, unable to parse string as an "
+    assert refusal(recipe_file, ["parallel.default.experts.chunks=atuo"])[1:] == [
+        "  parallel.default.experts.chunks: found 'atuo'; expected an integer, unable to parse string as an "
         "integer, or 'auto'; did you mean `auto`?",
     ]
 
@@ -131,11 +131,13 @@ def test_numbers_are_finite(recipe_file: Path) -> None:
 
 def test_one_value_in_the_place_of_a_list_is_a_list_of_one(recipe_file: Path) -> None:
     ones = ["train.track.to=wandb", "model.freeze=foundation", "data.train={path: rows.jsonl, media_markers: image}"]
-    selective = ["parallel.default.saved_ops=aten.mm", "parallel.default.recompute=selective"]
+    selective = ["parallel.default.memory.recompute.keep=aten.mm", "parallel.default.memory.offload=optimizer"]
     recipe = Recipe.load(recipe_file, [*ones, *selective])
     assert recipe.train.track.to == ["wandb"] and recipe.model.freeze == ["foundation"]
     assert [source.path for source in recipe.data.train] == ["rows.jsonl"]
-    assert recipe.data.train[0].media_markers == ["image"] and recipe.parallel.default.saved_ops == ["aten.mm"]
+    assert recipe.data.train[0].media_markers == ["image"]
+    memory = recipe.parallel.default.memory
+    assert (memory.kept_ops, memory.mode, memory.offload) == (["aten.mm"], "selective", ["optimizer"])
     recipe.train.callbacks = "hooks.py:Stop"  # type: ignore[assignment]
     assert recipe.train.callbacks == ["hooks.py:Stop"]
     with pytest.raises(RecipeError, match=r"data\.train\.0: found 'rows\.jsonl'; expected a mapping"):

@@ -37,20 +37,26 @@ def test_a_plan_is_written_in_python_as_in_yaml(recipe_file: Any) -> None:
 def test_what_a_component_leaves_unset_comes_from_the_default() -> None:
     plan = ot.ParallelPlan(
         default=ot.ComponentPlan(
-            mode="hsdp", dp_replicate=2, dp_shard=4, recompute="full", precision=ot.Precision(compute="bfloat16")
+            mode="hsdp",
+            dp_replicate=2,
+            dp_shard=4,
+            memory={"recompute": "full"},
+            precision=ot.recipe.Precision(compute="bfloat16"),
         ),
-        components={"image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.Precision(reduce="float32"))},
+        components={
+            "image_encoder": ot.ComponentPlan(mode="replicate", precision=ot.recipe.Precision(reduce="float32"))
+        },
     )
     image, foundation = plan.of("image_encoder"), plan.of("foundation")
-    assert (image.mode, image.dp_replicate, image.dp_shard, image.recompute) == ("replicate", None, None, "full")
-    assert image.precision == ot.Precision(compute="bfloat16", reduce="float32")
+    assert (image.mode, image.dp_replicate, image.dp_shard, image.memory.recompute) == ("replicate", None, None, "full")
+    assert image.precision == ot.recipe.Precision(compute="bfloat16", reduce="float32")
     assert foundation == plan.default
 
 
 def test_a_default_offload_passes_over_what_is_frozen_or_not_sharded() -> None:
-    default = ot.ComponentPlan(optimizer_offload=True, parameter_offload=True)
-    assert ot.ComponentPlan(freeze=True).over(default).optimizer_offload is None
-    assert ot.ComponentPlan(mode="replicate").over(default).parameter_offload is None
+    default = ot.ComponentPlan(memory={"offload": ["optimizer", "parameters"]})
+    assert ot.ComponentPlan(freeze=True).over(default).memory.offload == ["parameters"]
+    assert ot.ComponentPlan(mode="replicate").over(default).memory.offload == ["optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -58,11 +64,14 @@ def test_a_default_offload_passes_over_what_is_frozen_or_not_sharded() -> None:
     [
         ({"mode": "fsdp2", "dp_replicate": 2}, "use `mode: hsdp`"),
         ({"mode": "replicate", "dp_shard": 2}, "which shards nothing"),
-        ({"mode": "replicate", "parameter_offload": True}, "only shards can be offloaded"),
-        ({"recompute": "full", "compile": True}, "torch compiles nothing"),
-        ({"recompute": "full", "saved_ops": ["aten.mm"]}, "only `selective` keeps"),
-        ({"recompute": "selective", "saved_ops": ["mm"]}, "expected NAMESPACE.OP"),
-        ({"freeze": True, "optimizer_offload": True}, "no optimizer state"),
+        ({"mode": "replicate", "memory": {"offload": ["parameters"]}}, "only shards can be offloaded"),
+        ({"memory": {"recompute": "full"}, "compile": True}, "torch compiles nothing"),
+        ({"memory": {"recompute": {"keep": ["aten.mm"], "parts": ["router"]}}}, "found both of `keep` and `parts`"),
+        ({"memory": {"recompute": {}}}, "found none of `keep` and `parts`; set one"),
+        ({"memory": {"offload": ["mlp_input", "activations"]}}, "activations, which include them"),
+        ({"memory": {"offload": ["mlp_input"], "recompute": {"keep": ["aten.mm"]}}}, "with `recompute: selective`"),
+        ({"memory": {"recompute": {"keep": ["mm"]}}}, "expected NAMESPACE.OP"),
+        ({"freeze": True, "memory": {"offload": ["optimizer"]}}, "no optimizer state"),
         ({"tp": 0}, "greater than or equal to 1"),
         ({"ulyses": 2}, "Extra inputs are not permitted"),
     ],
@@ -83,8 +92,8 @@ def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("recompute=full", "torch compiles nothing"),
-        ("activation_offload=true", "cannot offload activations"),
+        ("memory.recompute=full", "torch compiles nothing"),
+        ("memory.offload=activations", "cannot offload activations"),
         ("compile=true", "set it in one place"),
     ],
 )
@@ -99,7 +108,7 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
         components={
             "foundation": ot.ComponentPlan(ulysses=2),
             "imgae_encoder": ot.ComponentPlan(place="world"),
-            "image_encoder": ot.ComponentPlan(optimizer_offload=True, dp_shard=2),
+            "image_encoder": ot.ComponentPlan(memory={"offload": ["optimizer"]}, dp_shard=2),
         },
         tp_plan={"layers.*.self_attn.q_porj": "colwise"},
         ep_plan={"mlp.experts.*": 0},
@@ -110,7 +119,7 @@ def test_everything_that_does_not_fit_the_model_is_told_at_once() -> None:
     assert lines == [
         "5 problems in the parallel plan:",
         "components.imgae_encoder: unknown component; did you mean `image_encoder`?",
-        "components.image_encoder.optimizer_offload: found true, but a frozen component has no optimizer state",
+        "components.image_encoder.memory.offload: found optimizer, but a frozen component has no optimizer state",
         "default.tp: found 2, but the parallel state has 1; call init_parallel_state(tp_size=2), or remove it here",
         "components.foundation.ulysses: found 2, but the parallel state has 4; call "
         "init_parallel_state(ulysses_size=2), or remove it here",

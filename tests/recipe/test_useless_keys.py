@@ -110,6 +110,8 @@ STANDS: dict[str, Always | Idle] = {
     "Data.fps": idle("no HF processor prepares media", "data.fps=1", base="text"),
     "Data.min_pixels": idle("no HF processor prepares media", "data.min_pixels=9", base="text"),
     "Data.max_pixels": idle("no HF processor prepares media", "data.max_pixels=9", base="text"),
+    "DataSource.decoders": idle("no message shows a medium", "data.train.0.decoders=[image_decoder]", base="text"),
+    "ChatFormat.starts": idle("unknown name 'x'", "data.chat.starts={x: '<|image|>'}"),
     "DataSource.encoders": idle("no message shows a medium", "data.train.0.encoders=[image_encoder]", base="text"),
     "DataSource.fps": idle("no message shows video", "data.train.0.fps=1", base="text"),
     "DataSource.max_frames": idle("no message shows video", "data.train.0.max_frames=9", base="text"),
@@ -178,8 +180,8 @@ STANDS: dict[str, Always | Idle] = {
     },
     "Train.steps": idle("`epochs` decides how long the run is", "train.epochs=2", "train.steps=9"),
     "Train.epochs": SIZE,
-    "Train.micro_batches": idle(
-        "`samples_per_step` decides how large a step is", "train.samples_per_step=8", "train.micro_batches=2"
+    "Train.packs_per_step": idle(
+        "`samples_per_step` decides how large a step is", "train.samples_per_step=8", "train.packs_per_step=2"
     ),
     "Train.samples_per_step": SIZE,
     "Train.seed": SIZE,
@@ -199,11 +201,11 @@ STANDS: dict[str, Always | Idle] = {
     "EarlyStopping.mode": Always("a metric has one direction or the other"),
     "Train.log_every": PERIOD,
     "Train.report": Always("a page is written"),
-    "Train.save_every": PERIOD,
-    "Train.async_save": Always("it changes no checkpoint"),
-    "Train.keep_last": Always("a resumed run has the last checkpoint of each start"),
-    "Train.keep_every": PERIOD,
-    "Train.keep_best": idle("saves only at the end", "train.save_every=null", "train.keep_best=loss"),
+    "Save.every": PERIOD,
+    "Save.background": Always("it changes no checkpoint"),
+    "Save.keep_last": Always("a resumed run has the last checkpoint of each start"),
+    "Save.keep_every": PERIOD,
+    "Save.keep_best": idle("saves only at the end", "train.save.every=null", "train.save.keep_best=loss"),
     "EMA.decay": SIZE,
     "Train.stop_seconds": DEVICE,
     "Train.stall_seconds": DEVICE,
@@ -242,7 +244,9 @@ STANDS: dict[str, Always | Idle] = {
     "Track.project": idle("only wandb and trackio use it", "train.track.to=[tensorboard]", "train.track.project=mine"),
     "Track.name": idle("only wandb and trackio use it", "train.track.name=mine"),
     "Trace.steps": Always("every model has actions"),
-    "Compile.enabled": idle("torch compiles nothing", "parallel.default.recompute=full", "train.compile.enabled=true"),
+    "Compile.enabled": idle(
+        "torch compiles nothing", "parallel.default.memory.recompute=full", "train.compile.enabled=true"
+    ),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
     "ParallelPlan.tp_plan": idle(
         "tp 1, where it does nothing", "parallel.tp_plan={model.layers.*.mlp.up_proj: colwise}", base="text"
@@ -281,37 +285,25 @@ STANDS: dict[str, Always | Idle] = {
     "Section.carrier": Always("each sends the features otherwise"),
     "Section.ahead": section("ahead=1", "image_encoder trains", "data.workers=1"),
     "ComponentPlan.mode": Always("parameters lie in one way or another"),
-    "ComponentPlan.recompute": plan("recompute=full", "the component has no blocks", "image_decoder"),
-    "ComponentPlan.recomputed_parts": plan(
-        "recomputed_parts=[attention]", "only `parts` computes parts again", "foundation", "recompute=none"
-    ),
-    "ComponentPlan.offloaded_tensors": plan(
-        "offloaded_tensors=[mlp_input]", "has no experts", "foundation", base="text"
-    ),
-    "ComponentPlan.saved_ops": plan("saved_ops=[aten.mm]", "only `selective` keeps", "foundation", "recompute=none"),
-    "ComponentPlan.activation_offload": plan("activation_offload=true", "the component has no blocks", "image_decoder"),
-    "ComponentPlan.parameter_offload": plan(
-        "parameter_offload=true", "only shards can be offloaded", "foundation", "mode=replicate"
-    ),
-    "ComponentPlan.optimizer_offload": plan(
-        "optimizer_offload=true", "a frozen component has no optimizer state", "image_encoder", "freeze=true"
-    ),
+    "MemoryPlan.offload": plan("memory.offload=[mlp_input]", "has no experts", "foundation", base="text"),
+    "Recompute.keep": plan("memory.recompute.keep=[aten.mm]", "the component has no blocks", "image_decoder"),
+    "Recompute.parts": plan("memory.recompute.parts=[router]", "has no experts", "foundation", base="text"),
     "ComponentPlan.freeze": idle(
         "frozen elsewhere", "model.freeze=[foundation]", "parallel.components.foundation.freeze=false", base="text"
     ),
     "ComponentPlan.compile": plan("compile=true", "only the foundation can be compiled"),
     "ComponentPlan.place": plan("place=group", "use `local`", "foundation", base="text"),
-    "ComponentPlan.window": plan("window=2", "encodes no media", "foundation", base="text"),
     "ComponentPlan.quadratic_cost": plan("quadratic_cost=0.1", "which divides no items", "image_encoder"),
-    "ComponentPlan.call_elements": plan("call_elements=9", "encodes no media", "foundation", base="text"),
-    "ComponentPlan.feature_bytes": plan("feature_bytes=9", "no features wait", "image_encoder"),
-    "ComponentPlan.features_on": plan("features_on=cpu", "no features wait", "image_encoder"),
-    "ComponentPlan.expert_rows": plan("expert_rows=8", "has no experts", "foundation", base="text"),
-    "ComponentPlan.expert_chunks": plan("expert_chunks=2", "ep 1, where it does nothing", "foundation", base="text"),
-    "ComponentPlan.expert_dispatcher": plan(
-        "expert_dispatcher=auto", "ep 1, where it does nothing", "foundation", base="text"
+    "EncodePlan.window": plan("encode.window=2", "encodes no media", "foundation", base="text"),
+    "EncodePlan.call_elements": plan("encode.call_elements=9", "encodes no media", "foundation", base="text"),
+    "EncodePlan.feature_bytes": plan("encode.feature_bytes=9", "no features wait", "image_encoder"),
+    "EncodePlan.features_on": plan("encode.features_on=cpu", "no features wait", "image_encoder"),
+    "ExpertsPlan.rows": plan("experts.rows=8", "has no experts", "foundation", base="text"),
+    "ExpertsPlan.chunks": plan("experts.chunks=2", "ep 1, where it does nothing", "foundation", base="text"),
+    "ExpertsPlan.dispatcher": plan("experts.dispatcher=auto", "ep 1, where it does nothing", "foundation", base="text"),
+    "ExpertsPlan.delay_wgrad": plan(
+        "experts.delay_wgrad=true", "ep 1, where it does nothing", "foundation", base="text"
     ),
-    "ComponentPlan.delay_wgrad": plan("delay_wgrad=true", "ep 1, where it does nothing", "foundation", base="text"),
     "Lora.targets": plan("lora.targets=[q_prj]", "did you mean", "foundation", base="text"),
     "Lora.rank": SIZE,
     "Lora.alpha": SIZE,

@@ -48,7 +48,7 @@ def line(step: int, **others: Any) -> dict[str, Any]:
 def save_run(folder: Path, lines: Sequence[Mapping[str, Any]], recipe: str = "") -> Path:
     """A run with these lines of metrics and nothing else."""
     folder.mkdir(parents=True)
-    settings = "data: {pack_tokens: 64}\ntrain: {steps: 9, micro_batches: 2}\n"
+    settings = "data: {pack_tokens: 64}\ntrain: {steps: 9, packs_per_step: 2}\n"
     (folder / "recipe.yaml").write_text(settings + recipe)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     return folder

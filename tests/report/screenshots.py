@@ -16,7 +16,7 @@ from playwright.sync_api import FloatRect  # noqa: E402
 from tests.report.browser import Theme, opened  # noqa: E402
 
 SETTINGS = (
-    "train.steps=40 train.log_every=2 train.micro_batches=4 train.trace.steps=[30] evaluation.loss_every=10 "
+    "train.steps=40 train.log_every=2 train.packs_per_step=4 train.trace.steps=[30] evaluation.loss_every=10 "
     "evaluation.examples_per_source=2 parallel.components.foundation.pp=2"
 )
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 def picture_of_preview(page: Path) -> None:
     """Take a picture of three samples of the quickstart."""
-    words = ["preview", "quickstart", "--packs", "1", "--output", str(page)]
+    words = ["show", "quickstart", "--packs", "--num-packs", "1", "--output", str(page)]
     subprocess.run([sys.executable, "-m", "omnitrain", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     with opened(page, "light", width=900) as found:
         shown = found.page.query_selector_all("#pack1 .sample")[11:14]

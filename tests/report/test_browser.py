@@ -28,7 +28,7 @@ def reports(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """Name -> the report of a run in one process, of one on two pipeline ranks with a trace, and of two runs."""
     alone, stages = (tmp_path_factory.mktemp(name) for name in ("alone", "stages"))
     Trainer(Recipe.load(str(tiny_recipe(alone, evaluated=True)), EVALUATED)).fit()
-    pipeline = ["parallel.components.foundation.pp=2", "train.micro_batches=4", "train.trace.steps=[3]"]
+    pipeline = ["parallel.components.foundation.pp=2", "train.packs_per_step=4", "train.trace.steps=[3]"]
     ranks.run(fit, tiny_recipe(stages, evaluated=True), [*EVALUATED, *pipeline], timeout_s=120, world=2)
     runs = [alone / "run", stages / "run", whole_run(tmp_path_factory.mktemp("made") / "run")]
     both = write_report(runs, alone / "both.html")

@@ -162,7 +162,7 @@ def test_a_page_a_notebook_a_terminal_and_a_file_have_the_same_numbers(stats: Da
 
 
 def test_some_rows_of_a_large_data_set_stand_for_all_of_them(folder: Path) -> None:
-    done = CliRunner().invoke(app, ["data", "stats", str(folder / "recipe.yaml"), *STEPS, "--rows", "10"])
+    done = CliRunner().invoke(app, ["show", str(folder / "recipe.yaml"), *STEPS, "--stats", "--rows", "10"])
     assert done.exit_code == 0 and "epochs in 6 steps" in done.output
     few = data_stats(str(folder / "recipe.yaml"), STEPS, rows=10)
     assert [(one.rows, one.measured) for one in few.data_sets] == [(21, 10)]

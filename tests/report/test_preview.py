@@ -51,7 +51,7 @@ def view_of(texts: list[tuple[str, str]], capacity: int = 4096) -> tuple[PackVie
 
 
 def test_the_packs_are_those_of_the_run_with_their_losses_media_and_positions(tmp_path: Path) -> None:
-    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.micro_batches=2"])
+    recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.packs_per_step=2"])
     model, processor = model_without_weights(recipe)
     packs = [pack for step in islice(loader_of(recipe, model, processor), 2) for pack in step][:3]
     views = preview(recipe, packs=3).packs
@@ -157,7 +157,16 @@ def top_rules(html: str) -> list[str]:
 def test_the_command_prints_packs_and_writes_a_page(tmp_path: Path) -> None:
     recipe_with_a_damaged_row(tmp_path)
     file = tmp_path / "seen.html"
-    words = ["preview", str(tmp_path / "recipe.yaml"), "data.pack_tokens=80", "--packs", "1", "--output", str(file)]
+    words = [
+        "show",
+        str(tmp_path / "recipe.yaml"),
+        "data.pack_tokens=80",
+        "--packs",
+        "--num-packs",
+        "1",
+        "--output",
+        str(file),
+    ]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "of 80 tokens" in done.output and "pack 2" not in done.output
     assert "pack1" in self_contained(file).words

@@ -33,7 +33,7 @@ from tests.train.test_killed_runs import assert_equal_runs
 from tests.train.test_trainer import load, losses
 
 OF_A_RUN = {"manifest.json", "metrics.json", "trainer.pt", "recipe.yaml", "environment.json"}  # with seconds, settings
-PP2 = ["parallel.components.foundation.pp=2", "train.micro_batches=2", "data.pack_tokens=96"]
+PP2 = ["parallel.components.foundation.pp=2", "train.packs_per_step=2", "data.pack_tokens=96"]
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +75,11 @@ def assert_saved_as_if_training_had_waited(tmp_path: Path, steps: Sequence[int])
 
 
 def runs(tmp_path: Path) -> list[list[str]]:
-    background = ["train.async_save=true", f"output_dir={tmp_path / 'background'}"]
+    background = ["train.save.background=true", f"output_dir={tmp_path / 'background'}"]
     return [
         background,
         [f"output_dir={tmp_path / 'waited'}"],
-        ["train.save_every=null", f"output_dir={tmp_path / 'unsaved'}"],
+        ["train.save.every=null", f"output_dir={tmp_path / 'unsaved'}"],
     ]
 
 
@@ -88,7 +88,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
 ) -> None:
     """Frozen files, which are links, included; weights change while a checkpoint is written."""
     monkeypatch.setattr(save, "files_of", partial(save.files_of, file_bytes=1))  # a file for each block
-    recipe = tiny_recipe(tmp_path, steps=5, save_every=2, keep_last=9)
+    recipe = tiny_recipe(tmp_path, steps=5, save={"every": 2, "keep_last": 9})
     frozen = "parallel.components.foundation.freeze=true"
     written = [fit(recipe, [frozen, *overrides]) for overrides in runs(tmp_path)]
     assert written == [[5], [2, 4, 5], [5]]
@@ -111,7 +111,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
     ],
 )
 def test_two_ranks_write_together(ranks: RankPool, tmp_path: Path, layout: list[str]) -> None:
-    settings = {"steps": 5, "save_every": 2, "keep_last": 9, "micro_batches": 2}
+    settings = {"steps": 5, "save": {"every": 2, "keep_last": 9}, "packs_per_step": 2}
     recipe = tiny_recipe(tmp_path, text_only=not layout, **settings)
     arguments = [[*layout, *overrides] for overrides in runs(tmp_path)[:2]]
     written = [ranks.run(fit, recipe, overrides, timeout_s=120, world=2) for overrides in arguments]
@@ -121,7 +121,7 @@ def test_two_ranks_write_together(ranks: RankPool, tmp_path: Path, layout: list[
 
 def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     """A file lies where the folder of step 4 has to be made."""
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=1000, save_every=2, async_save=True)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=1000, save={"every": 2, "background": True})
     trainer = Trainer(load(recipe))
     checkpoints = tmp_path / "run" / "checkpoints"
 
@@ -137,7 +137,7 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
     assert 4 <= trainer.step < 1000
     checkpoints.unlink()
     (tmp_path / "kept").rename(checkpoints)
-    resumed = Trainer(load(recipe, "train.steps=5", "train.async_save=false"), resume=True)
+    resumed = Trainer(load(recipe, "train.steps=5", "train.save.background=false"), resume=True)
     assert resumed.step == 2
     resumed.fit()
 
@@ -151,7 +151,7 @@ def test_the_process_leaves_the_cores_to_the_ranks() -> None:
 
 
 def test_the_end_of_the_process_is_told(tmp_path: Path) -> None:
-    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=1000, save_every=2, async_save=True)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=1000, save={"every": 2, "background": True})))
     after_step(trainer, 3, lambda: trainer.saver._writer._process.kill())
     told = "the process that writes checkpoints ended with exit code -9; earlier checkpoints are intact"
     with pytest.raises(TrainingError, match=told):
@@ -159,7 +159,7 @@ def test_the_end_of_the_process_is_told(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save_every=2, async_save=True)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save={"every": 2, "background": True})
 
     def fail() -> None:
         raise RuntimeError("out of memory")
@@ -180,7 +180,7 @@ def test_training_waits_where_another_process_cannot_import_the_model(
     """A class of a notebook is a reason."""
     of_notebook, files_of = type("Notebook", (dict,), {"__module__": "__main__"}), save.files_of
     monkeypatch.setattr(save, "files_of", lambda *given: replace(files_of(*given), small=of_notebook()))
-    trainer = Trainer(load(tiny_recipe(tmp_path, steps=3, save_every=1, async_save=True)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, steps=3, save={"every": 1, "background": True})))
     with console.capture() as printed:
         trainer.fit()
     told = "training waits for each checkpoint: no other process can write it: Notebook is defined in the main"
@@ -230,7 +230,7 @@ def test_a_process_that_still_starts_when_its_run_is_killed_ends_and_writes_noth
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """It could: it has the memory with the whole checkpoint, and the message about it."""
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save_every=2, async_save=True)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save={"every": 2, "background": True})
     hook, lives = tmp_path / "hook", tmp_path / "lives"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(STARTS_AFTER_THE_END_OF_THE_RUN.format(file=str(lives)))
@@ -292,7 +292,11 @@ def test_a_run_that_is_killed_at_any_moment_of_a_save_goes_on_from_a_whole_check
     """``kill -9`` of a rank, of its process that writes, or of both, when that one accesses a path of the run."""
     steps = 3 + 2 * kills
     recipe = tiny_recipe(
-        tmp_path, text_only=True, steps=steps, save_every=1, keep_every=4, async_save=True, micro_batches=world
+        tmp_path,
+        text_only=True,
+        steps=steps,
+        save={"every": 1, "keep_every": 4, "background": True},
+        packs_per_step=world,
     )
     whole, run, hook = tmp_path / "whole", tmp_path / "run", tmp_path / "hook"
     hook.mkdir()

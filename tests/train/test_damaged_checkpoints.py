@@ -42,7 +42,7 @@ def damaged(file: Path, damage: Callable[[Path], None]) -> Iterator[None]:
 
 
 def test_whatever_happens_to_any_file_of_the_newest_the_one_before_it_is_found(tmp_path: Path) -> None:
-    recipe = load(tiny_recipe(tmp_path, steps=2, save_every=1, log_every=2))
+    recipe = load(tiny_recipe(tmp_path, steps=2, save={"every": 1}, log_every=2))
     newest = Trainer(recipe).fit().checkpoint
     files = [str(path.relative_to(newest)) for path in newest.rglob("*") if path.is_file()]
     assert {"manifest.json", "metrics.json", "trainer.pt", "model.safetensors", "optimizer/.metadata"} < set(files)
@@ -59,7 +59,7 @@ def test_whatever_happens_to_any_file_of_the_newest_the_one_before_it_is_found(t
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=4, save_every=1, keep_last=1, keep_every=2)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=4, save={"every": 1, "keep_last": 1, "keep_every": 2})
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     newest = Trainer(load(recipe)).fit().checkpoint
     flip(newest / "trainer.pt")
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one_and_says_so(tmp_
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again_by_itself(tmp_path: Path) -> None:
-    recipe = load(tiny_recipe(tmp_path, text_only=True, steps=2, save_every=1))
+    recipe = load(tiny_recipe(tmp_path, text_only=True, steps=2, save={"every": 1}))
     checkpoint = Trainer(recipe).fit().checkpoint
     (checkpoint / "manifest.json").unlink()
     truncate(checkpoint.with_name("step-00000001") / "trainer.pt")

@@ -12,7 +12,7 @@ from tests.train.test_ranks import assert_same_run, fit
 
 STEP = [
     "train.optimizer.schedule=constant",
-    "train.micro_batches=4",
+    "train.packs_per_step=4",
     "data.pack_tokens=96",
     "evaluation=null",
     "data.workers=1",

@@ -52,7 +52,7 @@ def test_a_rank_that_sees_one_device_has_it_whatever_its_local_rank_is(
 def test_a_check_counts_the_ranks_of_this_machine_where_a_run_has_several(
     _two_devices: list[torch.device], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), ["train.micro_batches=4"])
+    recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), ["train.packs_per_step=4"])
     told = "this machine runs 4 ranks but has 2 CUDA devices"
     assert [problem[: len(told)] for problem in check_recipe(recipe, 4, one_machine=True)] == [told]
     with console.capture() as shown:

@@ -112,7 +112,7 @@ def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_de
     ranks: RankPool, tmp_path: Path
 ) -> None:
     unused, recipe = FAST["UNUSED_STEPS"], tiny_recipe(tmp_path)
-    dealt = [f"{FOUNDATION}.place=world", f"{FOUNDATION}.quadratic_cost=measured", "train.micro_batches=4"]
+    dealt = [f"{FOUNDATION}.place=world", f"{FOUNDATION}.quadratic_cost=measured", "train.packs_per_step=4"]
     short, long = ([*dealt, f"train.steps={steps}"] for steps in (unused + 1, unused + 3))
     (_, measured), (_, other) = ranks.run(costs_of_steps, recipe, short, False, timeout_s=120, world=2)
     assert measured == other and len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"])

@@ -38,13 +38,13 @@ def test_a_run_of_epochs_draws_its_rows_so_many_times_in_steps_of_so_many_sample
     assert (saved.steps, saved.epochs, saved.samples_per_step) == (summary.step, None, None)
     capsys.readouterr()
     assert check_recipe(recipe) == []
-    assert f"{saved.steps} steps of {saved.micro_batches} packs" in " ".join(capsys.readouterr().out.split())
+    assert f"{saved.steps} steps of {saved.packs_per_step} packs" in " ".join(capsys.readouterr().out.split())
     assert Trainer(recipe, resume=True).fit().step == summary.step  # finished: the same steps are found again
 
 
 def test_epochs_of_few_rows_in_many_packs_are_counted(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, rows=40, text_only=True)
-    counted = ["train.steps=1000", "train.epochs=3", "train.micro_batches=8", "data.pack_tokens=512"]
+    counted = ["train.steps=1000", "train.epochs=3", "train.packs_per_step=8", "data.pack_tokens=512"]
     recipe = in_steps(Recipe.load(str(path), counted))
     Trainer(recipe).fit()
     last = lines(tmp_path / "run")[-1]
@@ -66,14 +66,14 @@ def steps_and_packs(path: Path, overrides: list[str]) -> tuple[int, int]:
     trainer = Trainer(Recipe.load(str(path), overrides))
     trainer.ranks.peers.any(False)  # the first one has the store where the others meet
     train = trainer.recipe.train
-    return train.steps, train.micro_batches
+    return train.steps, train.packs_per_step
 
 
 def test_all_ranks_count_the_same_steps(ranks: RankPool, tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, rows=200, text_only=True)
     train = in_steps(Recipe.load(str(path), COUNTED)).train
     found = ranks.run(steps_and_packs, path, COUNTED, timeout_s=60, world=2)
-    assert found == [(train.steps, train.micro_batches)] * 2 and train.micro_batches > 1
+    assert found == [(train.steps, train.packs_per_step)] * 2 and train.packs_per_step > 1
 
 
 def test_the_command_line_counts_before_it_starts(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_the_command_line_counts_before_it_starts(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, ["run", str(path), *overrides, "--resume"])
     assert again.exit_code == 0 and "is finished" in again.output
     leave_process_groups()
-    refused = CliRunner().invoke(app, ["schedule", str(path), "train.samples_per_step=4", "--nproc", "2"])
-    assert refused.exit_code == 2 and "use train.samples_per_step=null train.micro_batches=N" in refused.output
+    refused = CliRunner().invoke(app, ["show", str(path), "--schedule", "train.samples_per_step=4", "--nproc", "2"])
+    assert refused.exit_code == 2 and "use train.samples_per_step=null train.packs_per_step=N" in refused.output
 
 
 def test_data_that_cannot_be_counted_are_named(tmp_path: Path) -> None:

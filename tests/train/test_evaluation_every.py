@@ -114,7 +114,7 @@ def fit(path: Path, overrides: list[str], interrupted: bool) -> RunSummary:
 
 
 def test_ranks_evaluate_during_the_run_as_one_process_and_stop_together(ranks: RankPool, tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path, evaluated=True, text_only=True, steps=3, micro_batches=2)
+    path = tiny_recipe(tmp_path, evaluated=True, text_only=True, steps=3, packs_per_step=2)
     several = EVERY.replace("examples_per_source: 1", "examples_per_source: 4")
     fit(path, [several, f"output_dir={tmp_path / 'one'}"], False)
     first, second = ranks.run(fit, path, [several], False, timeout_s=60, world=2)

@@ -15,7 +15,7 @@ from tests.tiny import tiny_moe_recipe
 from tests.train.test_ranks import fit, metrics
 
 MEASURED = 1 + 3 * 3  # a step to warm up, and three of each of 1, 2, 4: a rank has four experts
-AUTO = ["parallel.default.ep=2", "parallel.default.expert_chunks=auto", "data.pack_tokens=48", "train.save_every=8"]
+AUTO = ["parallel.default.ep=2", "parallel.default.experts.chunks=auto", "data.pack_tokens=48", "train.save.every=8"]
 SAME_RATE = "train.optimizer.schedule=constant"  # however many steps there are
 
 
@@ -36,7 +36,7 @@ def chunks_of_steps(recipe: Path, overrides: Sequence[str], resume: bool) -> lis
 def kept(run: Path, step: int) -> tuple[Any, Any]:
     """What recipe and checkpoint of a run say."""
     state = torch.load(run / "checkpoints" / f"step-{step:08d}" / "trainer.pt", weights_only=True)["state"]
-    return Recipe.load(str(run / "recipe.yaml")).parallel.default.expert_chunks, state["expert_chunks"]
+    return Recipe.load(str(run / "recipe.yaml")).parallel.of("foundation").experts.chunks, state["expert_chunks"]
 
 
 def test_the_number_of_chunks_is_measured_once_and_changes_no_loss(ranks: RankPool, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_the_number_of_chunks_is_measured_once_and_changes_no_loss(ranks: RankPo
     assert kept(run, 8)[1] is None  # it was saved while measuring
     seen, _ = ranks.run(chunks_of_steps, recipe, more, True, timeout_s=60, world=2)
     assert seen == [{found}, {found}] and kept(run, MEASURED + 3) == (found, in_checkpoint)
-    fixed = [*more, "parallel.default.expert_chunks=2", f"output_dir={tmp_path / 'fixed'}"]
+    fixed = [*more, "parallel.default.experts.chunks=2", f"output_dir={tmp_path / 'fixed'}"]
     ranks.run(fit, recipe, fixed, timeout_s=60, world=2)
     columns = [[(line["loss"], line["grad_norm"]) for line in metrics(tmp_path / name)] for name in ("run", "fixed")]
     assert columns[0] == columns[1] and len(columns[0]) == MEASURED + 3

@@ -18,7 +18,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_moe_recipe
 
-OVERLAPPED = ["parallel.default.ep=2", "parallel.default.expert_chunks=2", "parallel.default.delay_wgrad=true"]
+OVERLAPPED = ["parallel.default.ep=2", "parallel.default.experts.chunks=2", "parallel.default.experts.delay_wgrad=true"]
 PLACES = {
     "forward": "forward of foundation, step 3, micro-batch 0, samples",
     "backward": "backward of foundation, step 3, micro-batch 0, samples",
@@ -77,7 +77,7 @@ def test_a_rank_that_fails_in_a_step_ends_those_that_wait_for_it_within_seconds(
 ) -> None:
     """It keeps its connections, as a rank that talks over NCCL or is slow to end would."""
     recipe, others = tiny_moe_recipe(tmp_path), [rank for rank in range(world) if rank != 1]
-    overrides = [*OVERLAPPED, f"train.micro_batches={world}"]
+    overrides = [*OVERLAPPED, f"train.packs_per_step={world}"]
     with pytest.raises(RankError) as failure:
         ranks.run(fit_and_fail, recipe, overrides, phase, timeout_s=60, world=world)
     assert sorted(failure.value.ranks) == others

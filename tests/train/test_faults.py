@@ -37,7 +37,7 @@ def test_a_folder_that_is_removed_ends_the_run_and_is_not_made_again_without_its
     tmp_path: Path, log_every: int
 ) -> None:
     """Whether a line of metrics or a checkpoint is written first."""
-    recipe = load(tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2, log_every=log_every))
+    recipe = load(tiny_recipe(tmp_path, text_only=True, steps=6, save={"every": 2}, log_every=log_every))
     trainer = after_step(Trainer(recipe), 3, lambda: shutil.rmtree(tmp_path / "run"))
     file = "metrics.jsonl" if log_every == 1 else "checkpoints/step-00000004"
     with pytest.raises(TrainingError, match=rf"{tmp_path}/run/{file} cannot be written \(.*No such file or directory"):
@@ -48,7 +48,7 @@ def test_a_folder_that_is_removed_ends_the_run_and_is_not_made_again_without_its
 def test_a_disk_that_becomes_read_only_ends_the_run_which_goes_on_from_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=4, save_every=2)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=4, save={"every": 2})
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     mkdir = Path.mkdir
 
@@ -71,7 +71,7 @@ def test_a_clock_that_jumps_changes_neither_what_is_saved_nor_what_is_resumed(
 ) -> None:
     """Backwards and forwards by up to a year, and the times of the files with it."""
     recipe, draw, now = (
-        tiny_recipe(tmp_path, text_only=True, steps=5, keep_every=2, keep_last=1),
+        tiny_recipe(tmp_path, text_only=True, steps=5, save={"keep_every": 2, "keep_last": 1}),
         random.Random(0),
         time.time,
     )

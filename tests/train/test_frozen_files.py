@@ -42,7 +42,7 @@ def shared(first: Path, second: Path) -> set[str]:
 def test_files_without_a_weight_that_trains_are_linked_and_all_files_are_as_without_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = tiny_recipe(tmp_path, steps=4, save_every=2)
+    recipe = tiny_recipe(tmp_path, steps=4, save={"every": 2})
     checksum, read = store._checksum, []
     monkeypatch.setattr(store, "_checksum", lambda file: read.append(file.name) or checksum(file))
     newest = fit(recipe, [FROZEN])
@@ -61,11 +61,11 @@ def test_files_without_a_weight_that_trains_are_linked_and_all_files_are_as_with
 
 def test_a_checkpoint_stays_whole_without_those_that_it_shares_files_with(tmp_path: Path) -> None:
     """A resumed run writes its first checkpoint anew: its plan may have rounded the weights."""
-    recipe = tiny_recipe(tmp_path, steps=3, save_every=1, keep_last=1)
+    recipe = tiny_recipe(tmp_path, steps=3, save={"every": 1, "keep_last": 1})
     last = fit(recipe, [FROZEN])
     assert [path.name for path in last.parent.iterdir()] == ["step-00000003"]
     verify(last)
-    again = fit(recipe, [FROZEN, "train.steps=4", "train.keep_last=2"], resume=True)
+    again = fit(recipe, [FROZEN, "train.steps=4", "train.save.keep_last=2"], resume=True)
     assert not shared(last, again)
     for checkpoint in (last, again):
         verify(checkpoint)
@@ -73,7 +73,7 @@ def test_a_checkpoint_stays_whole_without_those_that_it_shares_files_with(tmp_pa
 
 
 def test_ranks_link_what_one_process_links(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, steps=2, save_every=1, micro_batches=2)
+    recipe = tiny_recipe(tmp_path, steps=2, save={"every": 1}, packs_per_step=2)
     alone = fit(recipe, [FROZEN, f"output_dir={tmp_path / 'alone'}"])
     of_ranks, _ = ranks.run(fit, recipe, [FROZEN], timeout_s=120, world=2)
     verify(of_ranks)

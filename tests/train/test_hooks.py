@@ -88,7 +88,7 @@ def recipe(folder: Path, *overrides: str, **settings: Any) -> Recipe:
 
 def test_callbacks_are_called_in_the_order_of_the_run_and_add_to_its_metrics(tmp_path: Path) -> None:
     recorder = Recorder()
-    settings = recipe(tmp_path, "evaluation.loss_every=2", evaluated=True, steps=3, save_every=2, log_every=1)
+    settings = recipe(tmp_path, "evaluation.loss_every=2", evaluated=True, steps=3, save={"every": 2}, log_every=1)
     Trainer(settings, callbacks=[recorder]).fit()
     steps = [("step", 1), ("step", 2), ("evaluate", 0), ("save", "step-00000002"), ("step", 3)]
     assert recorder.calls == [("start", 0), *steps, ("save", "step-00000003"), ("evaluate", 28), ("end", 3)]
@@ -127,7 +127,7 @@ def end_of(path: Path, overrides: list[str]) -> tuple[str, int]:
 def test_a_callback_that_raises_on_one_rank_ends_all_with_its_name_and_a_checkpoint(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    path = tiny_recipe(tmp_path, text_only=True, micro_batches=2, steps=9)
+    path = tiny_recipe(tmp_path, text_only=True, packs_per_step=2, steps=9)
     overrides = [f"train.callbacks=['{__file__}:Failing']"]
     (first, one), (second, two) = ranks.run(end_of, path, overrides, timeout_s=60, world=2)
     told, cause = second.split("|")
@@ -146,7 +146,7 @@ def test_a_number_that_cannot_be_written_is_told_with_the_callback_that_added_it
 
 
 def test_a_callback_on_one_rank_stops_all_at_one_step(ranks: RankPool, tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path, text_only=True, micro_batches=2, steps=9)
+    path = tiny_recipe(tmp_path, text_only=True, packs_per_step=2, steps=9)
     overrides = [f"train.callbacks=['{__file__}:Stopping']"]
     assert ranks.run(end_of, path, overrides, timeout_s=60, world=2) == 2 * [("enough", 2)]
 
@@ -161,7 +161,7 @@ def message_of_others_than_rank_0(path: Path) -> str:
 def test_ranks_with_different_callbacks_are_refused_instead_of_waiting_for_each_other(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    path = tiny_recipe(tmp_path, text_only=True, micro_batches=2)
+    path = tiny_recipe(tmp_path, text_only=True, packs_per_step=2)
     first, second = ranks.run(message_of_others_than_rank_0, path, timeout_s=60, world=2)
     assert "the ranks have different callbacks (this one: Recorder)" in first and "(this one: none)" in second
 
@@ -180,7 +180,7 @@ def test_a_stopped_run_is_evaluated_after_its_last_step(tmp_path: Path) -> None:
 
 def test_early_stopping_ends_all_ranks_at_one_step_and_the_run_is_finished(ranks: RankPool, tmp_path: Path) -> None:
     """With a rate of almost 0 nothing improves by 0.1."""
-    path = tiny_recipe(tmp_path, text_only=True, evaluated=True, micro_batches=2, steps=9)
+    path = tiny_recipe(tmp_path, text_only=True, evaluated=True, packs_per_step=2, steps=9)
     still = ["train.optimizer.learning_rate=1e-12", "train.early_stopping.min_delta=0.1"]
     overrides = [*EVERY_STEP, *still, "train.early_stopping.patience=2"]
     (first, one), (second, two) = ranks.run(end_of, path, overrides, timeout_s=60, world=2)
@@ -283,7 +283,7 @@ def test_the_losses_of_a_recipe_train_its_heads_and_its_metrics_are_means_over_t
 
 
 def test_a_run_on_two_ranks_has_the_metrics_of_one_process(ranks: RankPool, tmp_path: Path) -> None:
-    path = tiny_recipe(tmp_path, micro_batches=2, steps=2, text_only=True)
+    path = tiny_recipe(tmp_path, packs_per_step=2, steps=2, text_only=True)
     functions = [f"train.losses={{text: '{__name__}:smoothed'}}", f"train.metrics={{accuracy: '{__name__}:accuracy'}}"]
     Trainer(Recipe.load(str(path), [*functions, f"output_dir={tmp_path / 'one'}"])).fit()
     ranks.run(end_of, path, functions, timeout_s=60, world=2)

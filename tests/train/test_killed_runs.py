@@ -96,7 +96,7 @@ def test_sigterm_saves_and_exits_with_the_code_that_schedulers_start_again(tmp_p
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name[5:])
     assert f"interrupted at step {step} of 3000; saved {checkpoint}" in told
-    assert told.endswith(f"omnitrain resume {run}\n")
+    assert told.endswith(f"omnitrain run {run}\n")
     with console.capture() as printed:
         assert Trainer(load(Path(recipe), f"train.steps={step + 1}"), resume="auto").fit().step == step + 1
     assert f"{step} steps are done, 1 are left" in " ".join(printed.get().split())
@@ -125,7 +125,7 @@ def test_a_run_that_is_killed_at_any_moment_of_its_saves_goes_on_from_a_whole_ch
     ranks: RankPool, tmp_path: Path, kills: int
 ) -> None:
     steps = 3 + kills
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=steps, save_every=1, keep_every=4)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=steps, save={"every": 1, "keep_every": 4})
     whole, run = tmp_path / "whole", tmp_path / "run"
     (accesses,) = ranks.run(train, recipe, [f"output_dir={whole}"], str(whole), timeout_s=60, world=1)
     draw = random.Random(0)
@@ -144,7 +144,7 @@ def test_a_run_that_is_killed_at_any_moment_of_its_saves_goes_on_from_a_whole_ch
 @pytest.mark.parametrize("optimizer", ["", SGD_WITH_MOMENTUM], ids=["adamw", "sgd"])
 def test_a_run_that_loses_a_rank_goes_on_by_itself_with_the_others(tmp_path: Path, optimizer: str) -> None:
     (tmp_path / "plugin.py").write_text(DIES_AND_NOTES_SAMPLES + optimizer)
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2, micro_batches=4)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save={"every": 2}, packs_per_step=4)
     plugin = f"plugins=[{tmp_path / 'plugin.py'}]"
     whole, run = tmp_path / "whole", tmp_path / "run"
     for folder, ranks in ((whole, []), (run, ["--nproc", "4", "--max-restarts", "2"])):
@@ -152,7 +152,7 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself_with_the_others(tmp_path: Pat
         assert code == 0, told
     lost = "rank 1 was killed by SIGKILL (exit code -9); the other ranks were ended"
     assert f"omnitrain: {lost}; restart 1 of 2 on 3 ranks\n" in told
-    assert "train.micro_batches 4 on 3 data-parallel ranks: micro-batch 2 of 2 of a step is on 1 of them only" in told
+    assert "train.packs_per_step 4 on 3 data-parallel ranks: micro-batch 2 of 2 of a step is on 1 of them only" in told
     assert "2 steps are done, 4 are left" in " ".join(told.split())
     assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
     for step in range(1, 7):

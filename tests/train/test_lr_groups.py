@@ -53,7 +53,7 @@ def sizes(recipe: Recipe) -> dict[float, int]:
 
 
 def test_ranks_give_the_same_rates_to_the_same_parameters(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = loaded(tmp_path, RATES, "train.micro_batches=2")
+    recipe = loaded(tmp_path, RATES, "train.packs_per_step=2")
     alone = sizes(recipe)
     assert len(alone) == 3 and ranks.run(sizes, recipe, timeout_s=60, world=2) == [alone] * 2
 

@@ -10,7 +10,7 @@ from omnitrain.train.micro_batches import check_micro_batches, micro_batches_of_
 
 
 def recipe_with(micro_batches: int, **parallel: object) -> Recipe:
-    return Recipe.load("quickstart", [f"train.micro_batches={micro_batches}"]).model_copy(
+    return Recipe.load("quickstart", [f"train.packs_per_step={micro_batches}"]).model_copy(
         update={"parallel": ParallelPlan.model_validate({"default": parallel})}
     )
 
@@ -33,7 +33,7 @@ def test_ranks_that_wait_are_told_with_the_nearest_numbers_that_fit(
     micro_batches: int, ranks: int, advice: str
 ) -> None:
     assert told(micro_batches, ranks) == [
-        f"train.micro_batches {micro_batches} on {ranks} data-parallel ranks: {advice}"
+        f"train.packs_per_step {micro_batches} on {ranks} data-parallel ranks: {advice}"
     ]
 
 
@@ -53,5 +53,5 @@ def test_a_rank_has_as_many_micro_batches_as_the_fullest() -> None:
 
 def test_a_pipeline_with_too_few_packs_that_do_not_fit_either_gets_both_lines() -> None:
     uneven, short = told(3, 8, pp=4)
-    assert uneven.startswith("train.micro_batches 3 on 2 data-parallel ranks: micro-batch 2 of 2")
+    assert uneven.startswith("train.packs_per_step 3 on 2 data-parallel ranks: micro-batch 2 of 2")
     assert short.startswith("1f1b on 4 pipeline ranks needs 4 micro-batches per rank and step")

@@ -41,7 +41,7 @@ def losses(run: Path) -> list[float]:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Beside it ``one``, a run of one process, with a checkpoint after two of its four steps."""
     path = tiny_moe_recipe(tmp_path_factory.mktemp("muon"))
-    fit(path, [f"output_dir={path.parent / 'one'}", "train.save_every=2"])
+    fit(path, [f"output_dir={path.parent / 'one'}", "train.save.every=2"])
     return path
 
 
@@ -55,7 +55,7 @@ def require_same(run: Path, reference: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "overrides"), [(2, [EP]), pytest.param(4, ["train.micro_batches=4", EP], marks=pytest.mark.slow)]
+    ("world", "overrides"), [(2, [EP]), pytest.param(4, ["train.packs_per_step=4", EP], marks=pytest.mark.slow)]
 )
 def test_muon_on_data_and_expert_parallel_ranks_is_muon_in_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
@@ -64,8 +64,8 @@ def test_muon_on_data_and_expert_parallel_ranks_is_muon_in_one_process(
     run, reference = tmp_path / "run", recipe.parent / "one"
     if world == 4:
         reference = tmp_path / "one"
-        fit(recipe, [f"output_dir={reference}", "train.save_every=2", overrides[0]])
-    arguments = [f"output_dir={run}", *overrides, "train.save_every=2"]
+        fit(recipe, [f"output_dir={reference}", "train.save.every=2", overrides[0]])
+    arguments = [f"output_dir={run}", *overrides, "train.save.every=2"]
     assert ranks.run(fit, recipe, arguments, timeout_s=120, world=world) == world * [4]
     require_same(run, reference)
     state: dict[str, Any] = stored(run / "checkpoints" / "step-00000004" / "optimizer")
@@ -84,7 +84,7 @@ def test_muon_on_data_and_expert_parallel_ranks_is_muon_in_one_process(
         pytest.param(2, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.components.foundation.tp=2", EP], marks=pytest.mark.slow),
         pytest.param(2, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["parallel.default.optimizer_offload=true"], marks=pytest.mark.slow),
+        pytest.param(2, ["parallel.default.memory.offload=[optimizer]"], marks=pytest.mark.slow),
     ],
 )
 def test_a_run_with_muon_goes_on_under_another_layout(
@@ -92,6 +92,6 @@ def test_a_run_with_muon_goes_on_under_another_layout(
 ) -> None:
     shutil.copytree(recipe.parent / "one", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
-    arguments = [f"output_dir={tmp_path / 'run'}", "train.save_every=2", *overrides]
+    arguments = [f"output_dir={tmp_path / 'run'}", "train.save.every=2", *overrides]
     assert ranks.run(fit, recipe, arguments, True, timeout_s=120, world=world) == world * [4]
     require_same(tmp_path / "run", recipe.parent / "one")

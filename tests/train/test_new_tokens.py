@@ -60,8 +60,8 @@ def recipe(folder: Path, tied: bool = True, **lora: Any) -> Path:
             "chat": {"end": "<end>"},
         },
         "parallel": {"components": {"foundation": {"lora": {"rank": 4, **lora}}}},
-        "train": {"steps": 3, "micro_batches": 2, "device": "cpu", "save_every": 2, "optimizer": optimizer}
-        | {"report": False, "async_save": False, "log_every": 1},
+        "train": {"steps": 3, "packs_per_step": 2, "device": "cpu", "optimizer": optimizer}
+        | {"report": False, "save": {"every": 2, "background": False}, "log_every": 1},
         "output_dir": str(folder / "run"),
     }
     (folder / "recipe.json").write_text(json.dumps(tree))

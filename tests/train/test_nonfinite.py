@@ -85,7 +85,7 @@ def failure(recipe: Recipe, spoil: Spoil, micro_batch: int) -> tuple[list[str], 
 def test_the_component_and_the_micro_batch_are_named_in_which_it_began(
     tmp_path: Path, spoil: Spoil, where: str
 ) -> None:
-    recipe = load(tiny_recipe(tmp_path, micro_batches=3))
+    recipe = load(tiny_recipe(tmp_path, packs_per_step=3))
     lines, samples = failure(recipe, spoil, micro_batch=1)
     begun = [line for line in lines if line.startswith("  it began in ")]
     shown = ", ".join(samples[1][:8]) + (f" and {len(samples[1]) - 8} more" if len(samples[1]) > 8 else "")
@@ -98,7 +98,7 @@ def test_a_value_that_is_finite_when_it_is_computed_again_is_no_matter_of_the_sa
         calls: list[None] = []
         encoder_output(trainer, lambda: is_now() and not calls and calls.append(None) is None)
 
-    lines, _ = failure(load(tiny_recipe(tmp_path, micro_batches=2)), once, micro_batch=0)
+    lines, _ = failure(load(tiny_recipe(tmp_path, packs_per_step=2)), once, micro_batch=0)
     assert "computed again, all values of this step are finite: look for a fault of the hardware" in "".join(lines)
 
 
@@ -129,7 +129,7 @@ def failure_on_a_rank(recipe: Path, overrides: list[str], spoil: Spoil) -> tuple
 def test_of_several_ranks_that_one_is_named_from_which_the_others_got_it(
     ranks: RankPool, tmp_path: Path, world: int, plan: str, spoil: Spoil, where: str
 ) -> None:
-    recipe = tiny_recipe(tmp_path, micro_batches=2 * world)
+    recipe = tiny_recipe(tmp_path, packs_per_step=2 * world)
     results = ranks.run(failure_on_a_rank, recipe, [plan], spoil, timeout_s=120, world=world)
     lines, samples = results[-1]
     assert all(others == lines for others, _ in results)
@@ -156,7 +156,7 @@ def spoiled_in_a_section(recipe: Path, overrides: list[str]) -> list[str]:
 def test_an_encoder_with_ranks_of_its_own_is_named_with_the_window_in_which_it_began(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    recipe = tiny_recipe(tmp_path, micro_batches=6)
+    recipe = tiny_recipe(tmp_path, packs_per_step=6)
     section = 'parallel.sections={"vision":{"components":["image_encoder"],"ranks":1}}'
     results = ranks.run(spoiled_in_a_section, recipe, [section, "data.pack_tokens=96"], timeout_s=120, world=3)
     begun = [[line for line in lines if line.startswith("  it began in ")] for lines in results]
@@ -168,7 +168,7 @@ def test_a_stage_does_not_take_the_gradient_of_the_next_one_for_that_of_the_loss
     ranks: RankPool, tmp_path: Path
 ) -> None:
     """The rank may be that of the stage before, which has the same samples."""
-    recipe, plan = tiny_recipe(tmp_path, micro_batches=4), "parallel.components.foundation.pp=2"
+    recipe, plan = tiny_recipe(tmp_path, packs_per_step=4), "parallel.components.foundation.pp=2"
     results = ranks.run(failure_on_a_rank, recipe, [plan], foundation_backward, timeout_s=120, world=2)
     begun = [line for line in results[0][0] if line.startswith("  it began in ")]
     assert begun and all(line.startswith("  it began in backward of foundation, micro-batch 1 of") for line in begun)

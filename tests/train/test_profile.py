@@ -46,7 +46,7 @@ def test_the_profile_of_the_quickstart_has_its_table_its_files_and_no_run(
 
 
 def test_ranks_write_a_trace_each_and_what_is_computed_again_is_told(ranks: RankPool, tmp_path: Path) -> None:
-    overrides = ["train.micro_batches=2", "parallel.default.recompute=full"]
+    overrides = ["train.packs_per_step=2", "parallel.default.memory.recompute=full"]
     recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), overrides)
     both = ranks.run(profile_recipe, recipe, tmp_path / "profile", 1, timeout_s=120, world=2)
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {

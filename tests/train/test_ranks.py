@@ -28,12 +28,12 @@ from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parq
 
 EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
 COUNTED = ["train.flops=true"]
-TWO_SLOTS = ["train.micro_batches=2", "data.pack_tokens=96"]
+TWO_SLOTS = ["train.packs_per_step=2", "data.pack_tokens=96"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, []),
     "hsdp2x2.recompute": (
         4,
-        ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.recompute=full"],
+        ["parallel.default.mode=hsdp", "parallel.default.dp_replicate=2", "parallel.default.memory.recompute=full"],
     ),
     "replicate2.world": (2, ["parallel.default.place=world", "parallel.default.mode=replicate"]),
     "sp2": (2, ["parallel.default.ulysses=2"]),
@@ -121,7 +121,9 @@ def test_a_run_on_ranks_is_the_run_of_one_process(
     lines = metrics(tmp_path / "run")
     assert all(set(line["flops"]["components"]) > {"foundation", "image_encoder"} for line in lines)
     hardware = [line["flops"]["per_step_hardware"] / line["flops"]["per_step"] for line in lines]
-    assert all((ratio > 1.1) if "parallel.default.recompute=full" in overrides else ratio == 1 for ratio in hardware)
+    assert all(
+        (ratio > 1.1) if "parallel.default.memory.recompute=full" in overrides else ratio == 1 for ratio in hardware
+    )
     encoders = [row for line in lines for row in line.get("encoders", {}).values()]
     assert encoders and all(1 <= row["imbalance"] <= row["imbalance_drawn"] for row in encoders)
     costs = [row["cost"] for row in encoders]
@@ -164,7 +166,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]
     summaries = ranks.run(fit, recipe, arguments, False, 2, timeout_s=120, world=2)
     assert [(s.interrupted, s.step) for s in summaries] == [(True, 2), (True, 2)]
-    fit(recipe, [*arguments, "parallel.default.recompute=full"], resume=True)
+    fit(recipe, [*arguments, "parallel.default.memory.recompute=full"], resume=True)
     leave_process_groups()
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
@@ -213,7 +215,7 @@ def test_weights_of_a_run_that_leaves_its_pipeline_are_those_of_one_process(
     ranks: RankPool, tmp_path: Path, world: int, then: dict[str, tuple[int, list[str]]]
 ) -> None:
     path = tiny_recipe(tmp_path, text_only=True)
-    settings = ["train.micro_batches=4", "data.pack_tokens=96", "model.foundation.config.num_hidden_layers=4", *AS_SGD]
+    settings = ["train.packs_per_step=4", "data.pack_tokens=96", "model.foundation.config.num_hidden_layers=4", *AS_SGD]
 
     def weights(run: str) -> dict[str, torch.Tensor]:
         return OmniModel.from_pretrained(max((tmp_path / run / "checkpoints").glob("step-*"))).state_dict()
@@ -258,7 +260,7 @@ def momentum_runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
     def make(kind: str) -> tuple[Path, list[str]]:
         folder = tmp_path_factory.mktemp(kind)
         path = tiny_moe_recipe(folder) if kind == "moe" else tiny_recipe(folder, text_only=True)
-        settings = ["train.micro_batches=4", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
+        settings = ["train.packs_per_step=4", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
         for name, stop in (("whole", None), ("begun", 2)):
             run = [f"output_dir={folder / name}", *settings]
             ranks.run(fit_with_momentum, path, run, False, stop, timeout_s=120, world=4)
@@ -370,7 +372,7 @@ def recipe_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
 
     @cache
     def make(micro_batches: int) -> Path:
-        path = tiny_recipe(tmp_path_factory.mktemp("packs"), rows=2 * len(TASKS), micro_batches=micro_batches)
+        path = tiny_recipe(tmp_path_factory.mktemp("packs"), rows=2 * len(TASKS), packs_per_step=micro_batches)
         fit(path, [f"output_dir={path.parent / 'one'}", "data.pack_tokens=96", *AS_SGD])
         leave_process_groups()
         return path
@@ -419,7 +421,7 @@ def test_any_number_of_ranks_runs_any_number_of_packs(
 def test_idle_packs_do_not_count_in_the_balance_of_the_micro_batches(ranks: RankPool, tmp_path: Path) -> None:
     """Three ranks run four packs as six micro-batches; the mean is over four."""
     recipe = tiny_moe_recipe(tmp_path)
-    settings = ["train.micro_batches=4", "train.steps=2", "train.experts.loss=micro_batch", "train.experts.weight=0.1"]
+    settings = ["train.packs_per_step=4", "train.steps=2", "train.experts.loss=micro_batch", "train.experts.weight=0.1"]
     fit(recipe, [f"output_dir={tmp_path / 'one'}", *settings])
     leave_process_groups()
     ranks.run(fit, recipe, [f"output_dir={tmp_path / 'run'}", *settings], timeout_s=120, world=3)

@@ -57,7 +57,7 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
 
 
 def test_a_line_over_steps_before_and_behind_a_resume_counts_all_of_them(tmp_path: Path) -> None:
-    recipe = load(tiny_recipe(tmp_path, steps=4, save_every=2, log_every=4))
+    recipe = load(tiny_recipe(tmp_path, steps=4, save={"every": 2}, log_every=4))
     metrics = tmp_path / "run" / "metrics.jsonl"
     shutil.rmtree(Trainer(recipe).fit().checkpoint)
     whole = json.loads(metrics.read_text())
@@ -71,7 +71,7 @@ def test_a_line_over_steps_before_and_behind_a_resume_counts_all_of_them(tmp_pat
 @pytest.mark.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None:
     dropout = "model.foundation.config.attention_dropout=0.2"
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=3, device=device)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, save={"every": 3}, device=device)
     Trainer(load(recipe, dropout)).fit()
     whole = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
@@ -82,7 +82,7 @@ def test_a_run_with_dropout_resumes_exactly(tmp_path: Path, device: str) -> None
 
 def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, steps=2)
-    rounded = Trainer(load(recipe, "parallel.default={precision: {param: bfloat16}, optimizer_offload: true}"))
+    rounded = Trainer(load(recipe, "parallel.default={precision: {param: bfloat16}, memory: {offload: [optimizer]}}"))
     rounded.fit()
     resumed = Trainer(load(recipe), resume=True)
     copies, weights = (
@@ -95,7 +95,7 @@ def test_a_run_of_rounded_weights_goes_on_without_a_plan_from_what_was_rounded(t
 def test_sigterm_in_a_save_lets_it_finish_and_ends_the_run_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_recipe(tmp_path, text_only=True, steps=6, save_every=2)
+    path = tiny_recipe(tmp_path, text_only=True, steps=6, save={"every": 2})
     Trainer(load(path, f"output_dir={tmp_path / 'whole'}")).fit()
     write = snapshot.write_optimizer
 
@@ -180,7 +180,7 @@ def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> 
 def test_what_changes_neither_data_nor_updates_may_change_on_resume(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True, evaluated=True, steps=4)
     Trainer(load(recipe)).fit()
-    free = ("train.steps=5", "train.log_every=2", "train.save_every=1", "data.workers=1", "train.precision=fp32")
+    free = ("train.steps=5", "train.log_every=2", "train.save.every=1", "data.workers=1", "train.precision=fp32")
     free += ("data.heldout=[]", "evaluation=null")
     for told in (": 4 steps are done, 1 are left", "is finished: 5 of 5 steps are done"):
         with console.capture() as printed:
@@ -208,7 +208,7 @@ def test_data_that_grew_are_refused_on_resume(tmp_path: Path) -> None:
 
 
 def test_steps_before_a_failure_of_the_data_are_saved_and_continued_exactly(tmp_path: Path) -> None:
-    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, micro_batches=2)
+    recipe = tiny_recipe(tmp_path, text_only=True, steps=6, packs_per_step=2)
     Trainer(load(recipe, f"output_dir={tmp_path / 'whole'}")).fit()
     failing = Trainer(load(recipe))
     steps = iter(failing.loader)
@@ -254,7 +254,7 @@ def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_le
     whole = Trainer(load(recipe, plan, f"output_dir={tmp_path / 'whole'}"))
     before = {name: p.clone() for name, p in whole.model.foundation.named_parameters() if not p.requires_grad}
     finished = whole.fit().checkpoint
-    half = load(recipe, plan, f"output_dir={tmp_path / 'half'}", "train.save_every=1")
+    half = load(recipe, plan, f"output_dir={tmp_path / 'half'}", "train.save.every=1")
     Trainer(half).fit()
     shutil.rmtree(tmp_path / "half" / "checkpoints" / finished.name)
     Trainer(half, resume=True).fit()

@@ -226,7 +226,7 @@ def test_a_full_disk_hides_neither_a_nan_nor_failing_data(
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
-    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, save_every=1)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, save={"every": 1})))
     trainer.optimizer.register_step_post_hook(
         lambda *_: trainer.model.foundation.model.norm.weight.data.fill_(float("nan")) if trainer.step == 1 else None
     )
@@ -250,7 +250,7 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints_that_fit: int
 ) -> None:
     """A step takes 400 s here."""
-    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save_every="auto", keep_last=9)))
+    trainer = Trainer(load(tiny_recipe(tmp_path, text_only=True, steps=5, save={"every": "auto", "keep_last": 9})))
     monkeypatch.setattr(saves, "time", SimpleNamespace(monotonic=lambda: 400.0 * trainer.step))
     space, disk = checkpoints_that_fit * checkpoint_bytes(trainer.model), shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk._replace(free=space))
@@ -270,8 +270,8 @@ def test_the_checkpoint_with_the_lowest_held_out_loss_stays(tmp_path: Path, monk
         return {"heads": {"text": {"loss": next(losses), "tokens": 1}}, "sources": {}}
 
     monkeypatch.setattr("omnitrain.train.evaluate.evaluate.heldout_loss", scripted)
-    path = tiny_recipe(tmp_path, evaluated=True, text_only=True, steps=4, save_every=1, keep_last=1)
-    settings = ["train.keep_best=heldout.loss", "evaluation={max_new_tokens: 1, loss_every: 1}"]
+    path = tiny_recipe(tmp_path, evaluated=True, text_only=True, steps=4, save={"every": 1, "keep_last": 1})
+    settings = ["train.save.keep_best=heldout.loss", "evaluation={max_new_tokens: 1, loss_every: 1}"]
     Trainer(load(path, *settings)).fit()
     Trainer(load(path, *settings, "train.steps=6"), resume=True).fit()
     assert [folder.name for folder in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
@@ -283,10 +283,10 @@ def test_the_checkpoint_with_the_lowest_held_out_loss_stays(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.keep_best=grad_norm"], r"expected `loss`, `heads\.HEAD\.loss`"),
-        (["train.keep_best=heads.txt.loss"], "train.keep_best: unknown head; did you mean `text`"),
-        (["train.keep_best=heldout.loss"], r"needs `evaluation\.loss_every`"),
-        (["train.keep_best=loss", "train.log_every=2", "train.save_every=3"], "set it to a multiple of 2"),
+        (["train.save.keep_best=grad_norm"], r"expected `loss`, `heads\.HEAD\.loss`"),
+        (["train.save.keep_best=heads.txt.loss"], "train.save.keep_best: unknown head; did you mean `text`"),
+        (["train.save.keep_best=heldout.loss"], r"needs `evaluation\.loss_every`"),
+        (["train.save.keep_best=loss", "train.log_every=2", "train.save.every=3"], "set it to a multiple of 2"),
     ],
 )
 def test_a_metric_that_no_checkpoint_has_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -73,7 +73,7 @@ class LoaderOptions:
     state: LoaderState | None = None
     alone: bool = False
     without_tails: bool = False
-    slots: int = 1  # packs of a step over all ranks, the recipe's ``train.micro_batches``
+    slots: int = 1  # packs of a step over all ranks, the recipe's ``train.packs_per_step``
     rank: int | None = 0  # rank among the ranks that draw data; None: it draws none, and its steps have no packs
     ranks: int = 1
     idle: Sample | None = None
@@ -374,6 +374,6 @@ def build_dataloader(
     if given := sorted({"micro_batch_size", "pack_tokens", "global_batch_size", "collate_fn"} & options.keys()):
         raise UserError(
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
-            "fixed number of rows pass one data set, as ot.open_sources(recipe.data.train)[0]"
+            "fixed number of rows pass one data set, as ot.data.open_sources(recipe.data.train)[0]"
         )
     return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))

@@ -108,7 +108,7 @@ class SlotPacker(Generic[Held]):
     def _why_ended(self) -> str:
         drawn = "data.train: all rows have been drawn as often as the `epochs` of their data sets allow"
         if not self._num_packs:
-            step = f"the first step, which has {self._order.slots} packs (train.micro_batches)"
+            step = f"the first step, which has {self._order.slots} packs (train.packs_per_step)"
             return f"{drawn}, but they are too few for {step}; raise `epochs`, or add rows"
         return f"{drawn}, after {self._num_packs} steps; set train.steps={self._num_packs}, or raise `epochs`"
 

@@ -1,7 +1,7 @@
 """Slots: the independent packers of a run, their states, and the ranks that run them.
 
-A step has one pack per slot (``train.micro_batches`` slots), and each slot draws different samples. So the samples of a
-step follow from the recipe alone, and the ranks only divide the packs among themselves.
+A step has one pack per slot (``train.packs_per_step`` slots), and each slot draws different samples. So the samples of
+a step follow from the recipe alone, and the ranks only divide the packs among themselves.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class LoaderState:
         if slot not in self.slots:
             raise ValueError(
                 f"the state has slots {sorted(self.slots)}, but not {slot}; merge the states of all ranks of a run "
-                "with the same train.micro_batches"
+                "with the same train.packs_per_step"
             )
         return self.slots[slot]
 

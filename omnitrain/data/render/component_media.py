@@ -28,15 +28,11 @@ class ComponentAdapter:
 
 
 class AttachedMedia:
-    """The attached components: ``readers``: modality -> name -> adapter of an encoder; ``writers``: of the decoder."""
+    """The attached encoders (``readers``) and decoders (``writers``): modality -> name -> adapter."""
 
     def __init__(self, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]) -> None:
-        """Index adapters, given by component name; UserError: two decoders write the same modality."""
-        self.readers: dict[str, dict[str, ComponentAdapter]] = {}
-        for name in sorted(readers):  # not in the order of a recipe, which a saved config does not keep
-            for modality in readers[name].modalities:
-                self.readers.setdefault(modality, {})[name] = readers[name]
-        self.writers = _by_modality(writers)
+        """Index adapters, given by component name."""
+        self.readers, self.writers = _by_modality(readers), _by_modality(writers)
 
     @property
     def modalities(self) -> list[str]:
@@ -50,20 +46,19 @@ class AttachedMedia:
     def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
         """Return those of the components that get a part that :meth:`handles` accepts: one decoder, or some encoders.
 
-        Raises UserError: the data set of the row names other encoders.
+        Raises UserError: the data set of the row names others, or does not say which of two decoders.
         """
-        able = self._able(part)
-        if part.is_target or row.encoders is None:
-            return able
-        if not (chosen := {name: able[name] for name in able if name in row.encoders}):
+        key, all_, named = "encoders", self.readers, row.encoders
+        if part.is_target:
+            key, all_, named = "decoders", self.writers, row.decoders
+        able = all_[part.modality]
+        chosen = {name: able[name] for name in able if named is None or name in named}
+        if not chosen or (part.is_target and len(chosen) > 1):
             raise UserError(
-                f"`encoders` of the data set has none that reads {part.modality}: found {', '.join(row.encoders)}; "
-                f"expected some of {', '.join(able)}"
+                f"`{key}` of the data set: found {', '.join(named or ['nothing'])}; expected "
+                f"{'one' if part.is_target else 'some'} of {', '.join(able)} for {part.modality}"
             )
         return chosen
-
-    def _able(self, part: MediaPart) -> dict[str, ComponentAdapter]:
-        return dict([self.writers[part.modality]]) if part.is_target else self.readers[part.modality]
 
     def prepare(self, row: Row, part: MediaPart) -> list[tuple[str, MediaItem]]:
         """Return name and item of each component of a part; ValueError: its medium is unusable."""
@@ -71,7 +66,8 @@ class AttachedMedia:
 
     def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:
         """Return how a component of a part chooses the frames of its video: the first one, if there are several."""
-        return _frame_choice(next(iter(self._able(part).values())), file)
+        able = (self.writers if part.is_target else self.readers)[part.modality]
+        return _frame_choice(next(iter(able.values())), file)
 
 
 def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> MediaItem:
@@ -94,11 +90,9 @@ def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:
     return FrameChoice(None, {}, file.reading.over(Reading(fps=adapter.fps, max_frames=adapter.max_frames)))
 
 
-def _by_modality(writers: Mapping[str, ComponentAdapter]) -> dict[str, tuple[str, ComponentAdapter]]:
-    owners: dict[str, tuple[str, ComponentAdapter]] = {}
-    for name, adapter in writers.items():
-        for modality in adapter.modalities:
-            if modality in owners:
-                raise UserError(f"model.decoders: {owners[modality][0]!r} and {name!r} both write {modality}; keep one")
-            owners[modality] = (name, adapter)
-    return owners
+def _by_modality(adapters: Mapping[str, ComponentAdapter]) -> dict[str, dict[str, ComponentAdapter]]:
+    found: dict[str, dict[str, ComponentAdapter]] = {}
+    for name in sorted(adapters):  # not in the order of a recipe, which a saved config does not keep
+        for modality in adapters[name].modalities:
+            found.setdefault(modality, {})[name] = adapters[name]
+    return found

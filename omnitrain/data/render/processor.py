@@ -40,18 +40,18 @@ class OmniProcessor:
         renderer: the chat format.
         tokenizer: the text tokenizer.
         end_token: id of the token that ends an answer.
-        start_tokens: modality of an attached component -> id of the token before each item.
+        start_tokens: modality of an attached component, or decoder with its own -> id of the token before each item.
         readers: modality -> name -> adapter of each attached encoder. All of them read each medium of the modality,
             one after the other, unless the data set names some.
-        writers: modality -> name and adapter of the decoder.
+        writers: modality -> name -> adapter of each decoder. The data set names one of several.
     """
 
     def __init__(
         self, renderer: Renderer, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]
     ) -> None:
-        """Check that each modality has at most one of ``writers`` (decoder name -> adapter).
+        """Take adapters by component name.
 
-        Raises UserError: two decoders write the same modality, or a start token is not one token of the vocabulary.
+        Raises UserError: two decoders have the same start token, or it is not one token of the vocabulary.
         """
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
@@ -61,7 +61,14 @@ class OmniProcessor:
                 f"model.encoders: {', '.join(self.readers[modality])} handles {modality}, and so does the foundation; "
                 "remove the encoder"
             )
-        self.start_tokens = {m: renderer.start_token(m) for m in self._media.modalities}
+        own = [name for name in writers if name in renderer.chat.starts]
+        self.start_tokens = {key: renderer.start_token(key) for key in (*self._media.modalities, *own)}
+        for modality, decoders in self.writers.items():
+            if len({self.start_of(modality, name) for name in decoders}) < len(decoders):
+                raise UserError(
+                    f"model.decoders: {' and '.join(decoders)} write {modality} after the same start token; set "
+                    f"`data.chat.starts: {{{max(decoders)}: ...}}` to another one"
+                )
 
     def sample(
         self,
@@ -96,6 +103,10 @@ class OmniProcessor:
             reason = f"{len(sample)} tokens, but a pack holds at most {max_tokens}"
             return Rejected(row.id, row.source, reason, index, is_overlong=True)
         return sample
+
+    def start_of(self, modality: str, decoder: str) -> int:
+        """Return the id of the token after which a decoder writes."""
+        return self.start_tokens.get(decoder, self.start_tokens[modality])
 
     def components_of(self, row: Row, part: MediaPart) -> list[str]:
         """Return the names of the components that a part of a row goes to."""

@@ -42,9 +42,10 @@ class Renderer(ABC):
     refused_modalities: Mapping[str, str]
     reads: frozenset[str] = frozenset()
 
-    def start_token(self, modality: str) -> int:
-        """Return the id of the token before an attached medium; UserError: it is not one token."""
-        return single_token(self.tokenizer, modality, getattr(self.chat, modality))
+    def start_token(self, key: str) -> int:
+        """Return the id of the token before media of a modality or a decoder; UserError: it is not one token."""
+        name = f"starts.{key}" if key in self.chat.starts else key
+        return single_token(self.tokenizer, name, self.chat.start_of(key, key))
 
     @abstractmethod
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
@@ -94,7 +95,8 @@ class ChatRenderer(Renderer):
         self.refused_modalities = dict(refused)  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[tuple[str, bool], list[int]] = {}
-        texts = (getattr(chat, name) for name in type(chat).model_fields if name != "separator")
+        fields = chat.model_dump(exclude={"separator", "starts"})
+        texts = (*fields.values(), *chat.starts.values())
         self._encode_text = TextEncoder(tokenizer, texts)
 
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
@@ -112,8 +114,8 @@ class ChatRenderer(Renderer):
         spans: list[MediaSpan] = []
         for piece in pieces:
             if isinstance(piece, MediaPart):
-                new = self._token_ids(_Text(getattr(self.chat, piece.modality), piece.is_target))
                 for name, item in media.prepare(row, piece):
+                    new = self._token_ids(_Text(self.chat.start_of(piece.modality, name), piece.is_target))
                     spans.append(MediaSpan(name, len(ids) + 1, item, piece.is_target))
                     ids += new + new * item.num_tokens
                     trained += [piece.is_target] + [False] * item.num_tokens

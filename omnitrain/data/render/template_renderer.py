@@ -190,8 +190,8 @@ class TemplateRenderer(Renderer):
     def _insert(self, row: Row, part: MediaPart, media: AttachedMedia, at: Span) -> Insert:
         if media.handles(part):
             items = media.prepare(row, part)
-            num_tokens = sum(1 + item.num_tokens for _, item in items)
-            return AttachedInsert(at, getattr(self.chat, part.modality) * num_tokens, items, part.is_target)
+            texts = [self.chat.start_of(part.modality, name) * (1 + item.num_tokens) for name, item in items]
+            return AttachedInsert(at, "".join(texts), items, part.is_target)
         with row.open_media(part.modality, part.position) as file:
             medium = self._native_expander.decode(part.modality, file)
             if part.modality in self.native.in_forward:

@@ -6,7 +6,7 @@ files are searched in the first :data:`LOOKED_AT` rows.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
@@ -42,21 +42,28 @@ def require_shown(
 
 
 def _unfed(train: Sequence[RowSource], processor: OmniProcessor, spared: Collection[str]) -> Iterator[str]:
-    readers = [(name, modality) for modality, encoders in processor.readers.items() for name in encoders]
-    writers = [(name, modality) for modality, (name, _) in processor.writers.items()]
-    for kind, owners, is_target in (("encoders", readers, False), ("decoders", writers, True)):
-        for name in dict.fromkeys(name for name, _ in owners):
-            modalities = [modality for owner, modality in owners if owner == name]
-            given = [source for source in train if is_target or source.encoders is None or name in source.encoders]
+    for kind, of_modality, is_target in (("encoders", processor.readers, False), ("decoders", processor.writers, True)):
+        for name, modalities in _modalities(of_modality).items():
+            named = [source.decoders if is_target else source.encoders for source in train]
+            given = [source for source, names in zip(train, named, strict=True) if names is None or name in names]
             shown = frozenset(chain.from_iterable(source.shown for source in given))
             if name not in spared and not any((modality, is_target) in shown for modality in modalities):
                 who = "an assistant" if is_target else "a user"
-                but = " with it among its `encoders`" if len(given) < len(train) else ""
+                but = f" with it among its `{kind}`" if len(given) < len(train) else ""
                 yield (
                     f"model.{kind}.{name}: no message of {who} in data.train{but} shows {' or '.join(modalities)}, so "
                     f"{name!r} would learn nothing: set `columns.{modalities[0]}s` to the column of the files; "
                     f"{how_to_show(modalities[0])}; or remove {name!r}, or freeze it if it is in `model.checkpoint`"
                 )
+
+
+def _modalities(of_modality: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Component -> its modalities, from modality -> components."""
+    found: dict[str, list[str]] = {}
+    for modality, names in of_modality.items():
+        for name in names:
+            found.setdefault(name, []).append(modality)
+    return found
 
 
 def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:

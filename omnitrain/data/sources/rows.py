@@ -52,6 +52,7 @@ class Row:
         reader: reads the files of its media.
         reading: how its images and videos are read, as far as the data set says it.
         encoders: names of those that read its media. None: all encoders of their modality.
+        decoders: names of those that write the media of its answers. None: the only ones of their modality.
     """
 
     id: str
@@ -64,7 +65,8 @@ class Row:
     problem: str = ""
     reader: FileReader = field(default_factory=FileReader)
     reading: Reading = UNSAID
-    encoders: tuple[str, ...] | None = None
+    encoders: Sequence[str] | None = None
+    decoders: Sequence[str] | None = None
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -153,7 +155,7 @@ class RowSource(Sequence[Row]):
         """
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
-        self.encoders = None if source.encoders is None else tuple(source.encoders)
+        self.encoders, self.decoders = source.encoders, source.decoders
         self._reading = Reading(**{key: getattr(source, key) for key in VISUAL_KEYS})
         self._table = open_table(source, files, self._reader)
         self.schema, self.columns = self._table.schema, self._table.schema.columns
@@ -202,7 +204,8 @@ class RowSource(Sequence[Row]):
         record = dict.fromkeys(self._table.column_names) | record  # a record may lack columns
         row, media = row_of(record, self.columns, f"{self.name}[{position}]", self.name)
         located = {m: self._located(files) for m, files in media.items()}
-        row = replace(row, media=located, reader=self._reader, reading=self._reading, encoders=self.encoders)
+        row = replace(row, media=located, reader=self._reader, reading=self._reading)
+        row = replace(row, encoders=self.encoders, decoders=self.decoders)
         return row.with_content(lambda: self._content(record, media))
 
     def _content(self, record: dict[str, Any], media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
@@ -326,7 +329,7 @@ def _idle(source: DataSource, files: Sequence[str], kinds: Mapping[tuple[Any, An
             why = f"but no text content has {MARKERS[modality]} (lists of parts are not searched); remove it"
             yield Idle("media_markers", why)
     if not shown & set(MODALITIES):
-        for key in ("media_folder", "encoders"):
+        for key in ("media_folder", "encoders", "decoders"):
             yield Idle(key, "but no message shows a medium; remove it, or see `media_markers`")
     for key, modalities in VISUAL_KEYS.items():
         if not shown & set(modalities):

@@ -159,7 +159,7 @@ def build_omni_model(
 
 
 def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the components that are given of each kind; refuse what is no dict."""
+    """Return the given components of each kind; refuse a value that is no dict."""
     for kind, given in kinds.items():
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
@@ -194,7 +194,7 @@ def _attached(
 
 
 def _omni_config(base: PreTrainedModel, attached: Components, loaded: Any) -> OmniConfig:
-    """Return the config of a model; ``loaded`` says of the foundation's checkpoint what its config does not say."""
+    """Return the config of a model; ``loaded`` has the facts of the foundation's checkpoint that its config lacks."""
     return OmniConfig(
         foundation=as_dict(base.config),
         unused_tensors=getattr(loaded, "unused_tensors", None),
@@ -295,7 +295,7 @@ def _on(device: str) -> Any:
 
 
 def _read_to(model: M, device: str) -> M:
-    """Read weights that are in files to a device, tensor by tensor, and move the others there."""
+    """Read weights in files to a device, tensor by tensor, and move weights in memory there."""
     model.to(device)
     read_weights(model)
     return model

@@ -310,7 +310,7 @@ def _minimal(model: Any, name: str) -> MediaFeatures:
 
 
 def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Any:
-    """The output of an encoder or decoder; of a divided encoder, what its tower or its projector gives."""
+    """The output of an encoder or decoder; of a divided encoder, the output of its tower or its projector."""
     if name in model.divided:
         return model.get_submodule(name).lm_tower(features, num_tokens)
     if name in model.reads:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_head
 from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
@@ -113,7 +112,7 @@ class ModelFlops:
         return self._sequences[reads_trained].of(lengths, predicted)
 
     def of_pack(self, pack: Pack) -> PackFlops:
-        """Return the FLOPs of the foundation and of all heads over a pack; those of its media calls are apart."""
+        """Return the FLOPs of the foundation and of all heads over a pack, without its media calls."""
         found = PackFlops()
         ends = np.cumsum(pack.info.lengths)
         predicted = np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"), minlength=len(ends))
@@ -175,17 +174,15 @@ class ModelFlops:
         pack = Pack.from_samples([idle_prompt(self.model, length)])
         rows = torch.arange(length - predicted, length)
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
-        work = MicroBatchWork(features={name: self._of_teacher(name, length) for name in self.model.teachers})
+        # Hidden states as if other ranks had computed them: a teacher's own forward counts as media calls.
+        rows_of = {name: torch.empty(length, self.model.get_submodule(name).width) for name in self.model.teachers}
+        work = MicroBatchWork(features={name: features_of(rows) for name, rows in rows_of.items()})
 
         def run() -> list[Tensor]:
             with self._trained_embeddings() if reads_trained else nullcontext():
                 return [term.sum for term in self.model(pack, work).losses.values()]
 
         return count(run, self.model, self._again(FOUNDATION))
-
-    def _of_teacher(self, name: str, length: int) -> MediaFeatures:
-        """Hidden states as if others had computed them: those of a teacher count as media calls."""
-        return features_of(torch.empty(length, self.model.get_submodule(name).width))
 
     def _again(self, component: str) -> list[Recomputed]:
         return [self._recomputed[component]] if component in self._recomputed else []

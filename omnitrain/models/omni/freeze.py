@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnitrain.models.adapters.lora import token_matrices
-from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
-from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.model import OmniModel, rest_frozen_statistics
 from omnitrain.models.omni.named_parameters import parameters_named
 
 

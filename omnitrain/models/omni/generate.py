@@ -94,7 +94,7 @@ def generate(
     use_cache: bool = True,
     numbers: Sequence[int] | None = None,
 ) -> list[Answer]:
-    """Generate answers to prompts of any lengths in one batch; one by one if the model's own forward reads the media.
+    """Generate answers to prompts of any lengths in one batch; or one at a time if the model's own forward reads media.
 
     Each prompt has its own random numbers, which depend on ``seed`` and the prompt's number alone. So its answer does
     not depend on other prompts, nor on how prompts are divided into batches or over ranks.
@@ -224,7 +224,7 @@ def _decode(
     use_cache: bool,
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch, without parts."""
-    writers = {processor.start_tokens[modality]: name for modality, (name, _) in processor.writers.items()}
+    writers = {processor.start_of(m, name): name for m, decoders in processor.writers.items() for name in decoders}
     sequences = [_Sequence(writers) for _ in batch.places]
     decoders = model.decoders
     heads = _Heads(model, sampling, uniform, batch.copies)
@@ -468,7 +468,7 @@ class _Foundation:
 
 
 def _can_fill_up(model: OmniModel) -> bool:
-    """Whether :func:`_fill_up` can do what it says: layers with a state other than keys and values have no length."""
+    """Whether :func:`_fill_up` works: layers with a state other than keys and values have no length."""
     layers = DynamicCache(config=model.foundation.config).layers
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 

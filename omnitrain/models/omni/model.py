@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -37,7 +38,6 @@ from omnitrain.models.foundation.sequence_slice import filled_up, local_position
 from omnitrain.models.foundation.stage import BlockSpan, StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
 from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
-from omnitrain.models.omni.freeze_batchnorm import rest_frozen_statistics
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.inference import Inference
@@ -58,6 +58,7 @@ from omnitrain.recipe.component_configs import (
     TokenDecoderConfig,
     VisionEncoderConfig,
 )
+from omnitrain.torch_private import BatchNorm
 
 # What says where from_pretrained finds the files, and how it downloads them.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -302,7 +303,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         if not self.takes_batches:
             raise UserError(
                 "gradient checkpointing of a parallelized model: set enable_gradient_checkpointing=True of "
-                "build_parallelize_model, or `recompute` of a component's plan"
+                "build_parallelize_model, or `memory.recompute` of a component's plan"
             )
         super().activation_checkpointing_enable(given, **options)
 
@@ -457,3 +458,13 @@ for _config, _model in (
     (TokenDecoderConfig, TokenDecoder),
 ):
     AutoModel.register(_config, _model)
+
+
+def rest_frozen_statistics(model: nn.Module) -> None:
+    """Put frozen BatchNorm layers into evaluation mode.
+
+    In training mode each forward would update their statistics, differently on each rank.
+    """
+    for module in model.modules():
+        if isinstance(module, BatchNorm) and module.weight is not None and not module.weight.requires_grad:
+            module.eval()

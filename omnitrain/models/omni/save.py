@@ -36,9 +36,7 @@ FILE_BYTES = 5 * 2**30
 _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_whole(
-    model: PreTrainedModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES, previous: Path | None = None
-) -> None:
+def save_whole(model: PreTrainedModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
     Files are distributed over the ranks. A rank holds one tensor whole at a time, or those that transformers converts
@@ -49,12 +47,10 @@ def save_whole(
         folder: the same on all ranks; weights saved there before are removed.
         peers: all ranks of the model.
         file_bytes: largest size of a file's weights; a single block may exceed it.
-        previous: a folder to which this process has saved the same model. Its files of weights that do not train are
-            linked, if the file system can do that, and not written again.
     """
     files = files_of(model, peers, file_bytes)
     pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))
-    write_model(files, [piece.on_host() for piece in pieces], folder, peers, previous)
+    write_model(files, [piece.on_host() for piece in pieces], folder, peers)
 
 
 def files_of(model: PreTrainedModel, peers: Peers, file_bytes: int = FILE_BYTES) -> ModelFiles:

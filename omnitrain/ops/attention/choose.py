@@ -1,8 +1,7 @@
-"""Choose the backend of a call, and report the choices so far."""
+"""Choose the backend of a call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,23 +13,8 @@ from omnitrain.ops.attention.spec import Backend, Call, MaskSpec
 AUTO = "auto"
 
 
-@dataclass(frozen=True)
-class AttentionRow:
-    """The backend that computes the packed attention of one kind of layer.
-
-    ``module`` is the layer's class, ``asked`` the backend in the settings or ``auto``, ``needs`` the kind of mask and
-    the features of its calls, ``dtype`` the queries' dtype.
-    """
-
-    module: str
-    backend: str
-    asked: str
-    needs: tuple[str, ...]
-    device: str
-    dtype: str
-
-
-_chosen: dict[tuple[Any, ...], Backend] = {}
+# Class of a layer, backend that the settings ask for, needs, device and dtype of its calls, and more -> its backend.
+CHOSEN: dict[tuple[Any, ...], Backend] = {}
 
 
 def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
@@ -42,23 +26,14 @@ def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
     query, name = call.query, type(module).__name__
     sizes, of_mask = (query.size(-1), call.value.size(-1)), getattr(call.mask.general, "dtype", None)
     key = (name, asked, call.needs, query.device.type, query.dtype, *sizes, of_mask, call.has_gradients)
-    if key not in _chosen:
-        _chosen[key] = _choose(name, call, asked)
-    return _chosen[key]
+    if key not in CHOSEN:
+        CHOSEN[key] = _choose(name, call, asked)
+    return CHOSEN[key]
 
 
 def backend_names() -> tuple[str, ...]:
     """Return the names of all backends, and ``auto``."""
     return (AUTO, *(backend.name for backend in BACKENDS))
-
-
-def attention_report() -> list[AttentionRow]:
-    """Return the choices in this process, one row per class of layer, needs and device."""
-    rows = [
-        AttentionRow(module, backend.name, asked, tuple(sorted(needs)), device, str(dtype).removeprefix("torch."))
-        for (module, asked, needs, device, dtype, *_), backend in _chosen.items()
-    ]
-    return sorted(set(rows), key=lambda row: (row.module, row.needs, row.device, row.dtype, row.asked))
 
 
 def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> None:

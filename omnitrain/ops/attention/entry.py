@@ -14,7 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import packed_context
 from omnitrain.ops.attention.choose import choose
-from omnitrain.ops.attention.hf_arguments import refuse_unknown
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
@@ -94,7 +93,7 @@ def omnitrain_attention(
     ``query`` is ``[B, heads, T, head_dim]``, ``key`` and ``value`` are ``[B, key heads, T, head_dim or value_dim]``;
     ``attention_mask`` is from :func:`omnitrain_mask` or from the model; ``backend`` is for packed sequences, or
     ``auto``, ``implementation`` transformers' for unpacked input; ``kwargs``: see
-    :mod:`omnitrain.ops.attention.hf_arguments`. Returns ``[B, T, heads, value_dim]``, and attention weights if
+    :data:`HONOURED` and :data:`IRRELEVANT`. Returns ``[B, T, heads, value_dim]``, and attention weights if
     ``implementation`` returns them.
 
     Raises:
@@ -229,3 +228,58 @@ def _is_packed(
     if query.size(2) == length or (mask is None and getattr(module, "is_causal", False)):
         _check_fit(module, query, key, length)
     return False
+
+
+HONOURED = {
+    "scaling",
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+    "position_bias",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+}
+
+IRRELEVANT = {
+    "max_length_q": "follows from the offsets",
+    "max_length_k": "follows from the offsets",
+    "position_ids": "queries and keys are rotated already; kernels only guess offsets from it",
+    "position_embeddings": "queries and keys are rotated already",
+    "cache_position": "queries and keys are rotated already",
+    "past_key_values": "keys and values contain it already",
+    "cache": "keys and values contain it already",
+    "use_cache": "keys and values contain the cache already",
+    "cache_params": "for linear-attention layers",
+    "seq_idx": "for linear-attention layers",
+    "deterministic": "exact either way",
+    "training": "dropout depends on it, and is an argument",
+    "attention_mask_2d": "padding; a packed sequence has none",
+    "labels": "for the loss",
+    "num_items_in_batch": "for the loss",
+    "logits_to_keep": "for the head",
+    "output_hidden_states": "for the outputs",
+    "output_router_logits": "for the outputs",
+    "return_dict": "for the outputs",
+    "token_type_ids": "the mask contains it if it matters",
+    "mm_token_type_ids": "positions and mask contain it if it matters",
+}
+
+
+def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
+    """Refuse arguments, unless None or False, that could change the result and that packed attention would ignore.
+
+    Raises:
+        UserError: names the arguments, and the class of the layer.
+    """
+    unknown = [
+        name
+        for name, value in arguments.items()
+        if name not in HONOURED and name not in IRRELEVANT and value is not None and value is not False
+    ]
+    if unknown:
+        raise UserError(
+            f"{module_name} passes {', '.join(sorted(unknown))} to its attention, which packed attention does not "
+            "support"
+        )

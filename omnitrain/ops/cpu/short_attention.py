@@ -187,7 +187,7 @@ def _padded_batches(groups: Sequence[Sequence[int]]) -> list[_Padded]:
 
 
 def _only_read(padded: _Padded, read: np.ndarray) -> _Padded:
-    """Select the tokens that are read; segments with fewer than the others are padded."""
+    """Select the tokens that are read; segments with fewer tokens than the longest are padded."""
     is_read = read[padded.tokens] & padded.is_real
     most = max(int(is_read.sum(1).max()), 1)
     return padded.taken((~is_read).argsort(axis=1, kind="stable")[:, :most], is_read)

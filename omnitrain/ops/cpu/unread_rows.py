@@ -71,7 +71,7 @@ def rows_read_of(module: nn.Module, length: int) -> ReadRows | None:
 
 
 def skip_unread_rows(model: nn.Module, names: Sequence[str]) -> Counter[str]:
-    """Let modules compute only the tokens that are read, and return zeros for the others, inside :func:`reading`.
+    """Let modules compute only the tokens that are read, and return zeros for the other tokens, inside :func:`reading`.
 
     Exact only for modules in which each token reaches only the same token of the last hidden states. Parameters and
     names stay. Tokens are dim 1 of the input ``[1, T, ...]``. On other inputs (DTensors, too), outside of

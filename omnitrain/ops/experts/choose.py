@@ -42,7 +42,7 @@ EXPERTS = (
     Backend("sonicmoe", partial(_by_transformers, "sonicmoe"), _cuda_only, automatic=()),
     Backend("deepgemm", partial(_by_transformers, "deepgemm"), _cuda_only, automatic=()),
 )
-"""``torch`` is omnitrain's; the others are transformers'."""
+"""``torch`` is omnitrain's function; the other names are transformers'."""
 
 _chosen: dict[tuple[Any, ...], Backend] = {}
 

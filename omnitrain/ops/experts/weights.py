@@ -190,7 +190,7 @@ class _Gradients:
     """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
     Gradients are kept per backward: an interrupted backward leaves nothing for the next one. ``work`` computes them in
-    :meth:`made`, in the order of ``matrices``, the ones with the largest operands first; None: they are computed at
+    :meth:`made`, in the order of ``matrices``, the largest operands first; None: they are computed at
     once. ``later``: matrix -> takes a function that computes its gradient after the backward; empty: the backward needs
     it.
     """

@@ -132,7 +132,7 @@ def _with_rotary(forward: FunctionType, run: Rotary) -> Callable[..., Any] | Non
 
 
 def _exchanged(plain: Rotary, run: Rotary) -> Rotary:
-    """Call ``run`` for the recognized kind of call, ``plain`` for others and in compiled blocks."""
+    """Call ``run`` for the recognized kind of call, ``plain`` for other calls and in compiled blocks."""
     partial = is_rotary(plain, partial=True)
 
     def apply(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

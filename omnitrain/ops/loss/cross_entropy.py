@@ -8,16 +8,17 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omnitrain.errors import UserError
-from omnitrain.ops.collectives import add_up_gradients
+from omnitrain.ops.collectives import add_up_gradients, gathered
 from omnitrain.ops.compile.blocks import compiler_missing, keep_compilations
 from omnitrain.ops.loss import token_functions
-from omnitrain.ops.loss.vocab_parallel import require_labels, sharded_softmax
 from omnitrain.ops.registry import Backend, choose, liger_missing
+from omnitrain.torch_private import assert_async
 
 IGNORED = -100  # the label of a row without a loss
 
@@ -126,13 +127,7 @@ def linear_cross_entropy(
     chosen = choose("cross_entropy", CROSS_ENTROPY, backend, hidden.device)
     group = weight.device_mesh.get_group() if isinstance(weight, DTensor) else None  # ranks that share the classes
     if group is not None:
-        if backend not in ("auto", "torch"):
-            raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
-        if function is not None or metrics:
-            raise UserError(
-                "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
-                "vocabulary; remove them, or set tp to 1"
-            )
+        _require_shardable(backend, function, metrics)
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
         weight, bias = _own(weight), _own(bias)
     if chunk_elements is None:
@@ -153,10 +148,29 @@ def linear_cross_entropy(
     total, rows = _LinearCrossEntropy.apply(
         hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
     )
-    values = {name: torch.cat([rows[:0], *(chunk[name] for chunk in chunks)]) for name in metrics or {}}
-    if kept is not None:  # 0 where the label is ignored
-        values = {name: torch.zeros_like(rows).index_copy_(0, kept, found) for name, found in values.items()}
+    values = {name: _of_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
+
+
+def _require_shardable(
+    backend: str,
+    function: token_functions.TokenFunction | None,
+    metrics: Mapping[str, token_functions.TokenFunction] | None,
+) -> None:
+    """Raise UserError for what a vocabulary that several ranks share does not support."""
+    if backend not in ("auto", "torch"):
+        raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
+    if function is not None or metrics:
+        raise UserError(
+            "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
+            "vocabulary; remove them, or set tp to 1"
+        )
+
+
+def _of_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
+    """The values of a metric for all rows; 0 where the label is ignored."""
+    found = torch.cat([rows[:0], *chunks])
+    return found if kept is None else torch.zeros_like(rows).index_copy_(0, kept, found)
 
 
 def _own(tensor: Any) -> Any:
@@ -276,7 +290,7 @@ def _linear(h: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> N
 
 
 class _Gradients:
-    """Those of hidden, weight and bias that are ``wanted``; the latter two are sums over chunks, in fp32."""
+    """The ``wanted`` gradients of hidden, weight and bias; weight's and bias's are sums over chunks, in fp32."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
         self.wanted = any(wanted)
@@ -300,3 +314,33 @@ class _Gradients:
         """Each in its parameter's dtype."""
         sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
         return (self._hidden, *sums)
+
+
+def sharded_softmax(
+    logits: Tensor, labels: Tensor, wide: Callable[[int], Tensor], with_gradient: bool, *, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the losses ``[n]`` of tokens, the same on every rank, and softmax minus one-hot of this rank's columns.
+
+    ``logits`` are ``[n, classes of a rank]``; all ranks of ``group`` have equally many classes, in rank order.
+    ``labels`` ``[n]`` int64 are indices over all ranks' classes, the same on every rank. ``wide``: n -> a buffer ``[n,
+    classes of a rank]`` fp32, for the gradient. It needs one collective of two numbers per token and rank.
+    """
+    width, out = logits.size(1), wide(len(logits))
+    require_labels(labels, group.size() * width)
+    local_labels = labels - group.rank() * width
+    is_local, column = (local_labels >= 0) & (local_labels < width), local_labels.clamp(0, width - 1)[:, None]
+    top = logits.amax(1).float()
+    torch.sub(logits, top[:, None], out=out).exp_()
+    target = logits.gather(1, column).squeeze(1).float().masked_fill_(~is_local, 0.0)
+    of_ranks = gathered(torch.stack([top + out.sum(1).log(), target]), group)
+    normalizer, target = of_ranks[:, 0].logsumexp(0), of_ranks[:, 1].sum(0)
+    losses = normalizer - target
+    if not with_gradient:
+        return losses, None
+    out.mul_((top - normalizer).exp_()[:, None])
+    return losses, out.scatter_add_(1, column, -is_local.to(out.dtype)[:, None])
+
+
+def require_labels(labels: Tensor, classes: int) -> None:
+    """Raise a RuntimeError on the device, without waiting on the host, if a label is not in ``[0, classes)``."""
+    assert_async(((labels >= 0) & (labels < classes)).all(), "a label is out of range")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -35,7 +36,7 @@ from omnitrain.torch_private import REDISTRIBUTE_LOGGER, parameters_of
 
 _DISPATCH_STYLE = "ep_dispatch_experts"  # of transformers' expert parallel plans
 
-_UNMEASURED_CHUNKS = 4  # for `expert_chunks: auto` until chunks are measured
+_UNMEASURED_CHUNKS = 4  # for `experts.chunks: auto` until chunks are measured
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def own_plan_problems(
 
 def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mapping[str, int]) -> Iterator[str]:
     """Yield the problems of globs for experts; every glob matches some name of the model."""
-    every_layer = [layer for of_component in layers.values() for layer in of_component]
+    every_layer = [*chain.from_iterable(layers.values())]
     examples = ", ".join(f"`{name}`" for name in every_layer[0].weights) if every_layer else ""
     for glob, dim in ep_plan.items():
         if dim != 0:
@@ -118,10 +119,9 @@ def ep_plan_problems(layers: Mapping[str, Sequence[ExpertLayer]], ep_plan: Mappi
             allowed = f"expected for example {examples}" if examples else "the model has none"
             yield f"ep_plan: `{glob}` matches no weights of experts; {allowed}"
     for layer in every_layer:
-        is_matched = {name: any(matches_weight(glob, name) for glob in ep_plan) for name in layer.weights}
-        if any(is_matched.values()) and not all(is_matched.values()):
-            others = ", ".join(name for name, matched in is_matched.items() if not matched)
-            yield f"ep_plan: matches only some weights of {layer.name}; add {others}"
+        others = [name for name in layer.weights if not any(matches_weight(glob, name) for glob in ep_plan)]
+        if 0 < len(others) < len(layer.weights):
+            yield f"ep_plan: matches only some weights of {layer.name}; add {', '.join(others)}"
 
 
 def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None) -> None:
@@ -157,11 +157,11 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
             local = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False)
             parameters_of(module)[name] = nn.Parameter(local, requires_grad=weight.requires_grad)
         unmeasured = min(_UNMEASURED_CHUNKS, layer.num_experts // mesh.size())
-        chunks = unmeasured if isinstance(plan.expert_chunks, str) else plan.expert_chunks or 1
+        chunks = unmeasured if isinstance(plan.experts.chunks, str) else plan.experts.chunks or 1
         by_torch = RankDispatcher(GroupLink(mesh.get_group()), chunks)
         dispatcher = by_torch if buffer is None else DeepEpDispatcher(buffer)
-        set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.delay_wgrad))
-        if plan.expert_chunks not in (None, 1):
+        set_experts(module, dispatcher=dispatcher, delays_weight_gradients=bool(plan.experts.delay_wgrad))
+        if plan.experts.chunks not in (None, 1):
             parent = model.get_submodule(layer.name.rpartition(".")[0])
             if (shared := shared_experts(parent, module, device_of(mesh))) is not None:
                 set_experts(module, overlap_with=SharedExpertOverlap(parent, shared).compute)
@@ -170,13 +170,13 @@ def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: Device
 
 def _deepep_buffer(experts: Sequence[nn.Module], mesh: DeviceMesh, plan: ComponentPlan) -> Any:
     """The DeepEP buffer for these experts; None: use torch's all-to-all."""
-    if plan.expert_dispatcher in (None, "torch"):
+    if plan.experts.dispatcher in (None, "torch"):
         return None
     widths = [module.get_parameter("down_proj").size(2 if module.is_transposed else 1) for module in experts]
     buffer, problem = open_deepep(mesh.get_group(), max(widths), device_of(mesh))
-    if problem and plan.expert_dispatcher == "deepep":
+    if problem and plan.experts.dispatcher == "deepep":
         raise UserError(
-            f"expert_dispatcher: found deepep, but its test exchange failed: {problem}; use torch, or auto to fall "
+            f"experts.dispatcher: found deepep, but its test exchange failed: {problem}; use torch, or auto to fall "
             "back to torch"
         )
     return buffer

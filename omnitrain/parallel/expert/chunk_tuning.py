@@ -1,4 +1,4 @@
-"""Measure the best number of chunks of a model's experts, for ``expert_chunks: auto``.
+"""Measure the best number of chunks of a model's experts, for ``experts.chunks: auto``.
 
 Any number gives the same bits, so the first steps of a run try the numbers in turn, and the fastest one stays.
 Components are measured one after the other.
@@ -17,7 +17,7 @@ from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.expert.dispatch import RankDispatcher, TPTokenDispatcher
 from omnitrain.parallel.layout import layout_of
 from omnitrain.peers import Peers
-from omnitrain.recipe.parallel import AUTO_CHUNKS
+from omnitrain.recipe.plan_groups import AUTO_CHUNKS
 
 ROUNDS = 3
 _WARM_UP = 1  # steps in which memory is allocated and kernels are loaded
@@ -90,12 +90,12 @@ class ExpertChunks:
 
 
 def _measured_layers(model: OmniModel) -> Iterator[tuple[str, RankDispatcher, int]]:
-    """Component, dispatcher and number of experts per rank, for each layer with ``expert_chunks: auto``."""
+    """Component, dispatcher and number of experts per rank, for each layer with ``experts.chunks: auto``."""
     layout = layout_of(model)
     if layout is None:
         return
     for name, layers in expert_layers(model).items():
-        for layer in layers if layout.components[name].plan.expert_chunks == AUTO_CHUNKS else ():
+        for layer in layers if layout.components[name].plan.experts.chunks == AUTO_CHUNKS else ():
             dispatcher = settings_of(model.get_submodule(layer.name)).dispatcher
             if isinstance(dispatcher, TPTokenDispatcher):
                 dispatcher = dispatcher.inner

@@ -17,7 +17,6 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
-from omnitrain.ops.experts import balance_loss
 from omnitrain.ops.experts.entry import bytes_sent
 from omnitrain.ops.experts.routers import choice_bias, find_router
 from omnitrain.ops.experts.routing_tape import is_replaying
@@ -135,7 +134,7 @@ class RouterMonitor:
             return
         layer.index = arguments[1].detach()
         chosen = layer.index[self._rows.valid]
-        counts = balance_loss.counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
+        counts = counts_per_sample(chosen, torch.zeros_like(chosen[:, 0]), 1, layer.num_experts)[0]
         layer.counts = counts if layer.counts is None else layer.counts + counts
 
     def begin(self, packs: Sequence[Pack]) -> None:
@@ -166,10 +165,10 @@ class RouterMonitor:
         scores, index = self._taken(layers, rows)
         per_token = [balance.weight * of_layer for of_layer in self._balance_of(layers, scores, index, rows)]
         if balance.z_weight:
-            per_token += [balance.z_weight * balance_loss.z_loss(of_layer) for of_layer in scores]
+            per_token += [balance.z_weight * z_loss(of_layer) for of_layer in scores]
         terms = [torch.stack(per_token).sum() / (self._num_tokens * len(self._layers))] if per_token else []
         if balance.loss == "micro_batch" and len(rows.valid):
-            terms.append(balance.weight * balance_loss.micro_batch_balance(scores, index) / self._num_micro_batches)
+            terms.append(balance.weight * micro_batch_balance(scores, index) / self._num_micro_batches)
         return torch.stack(terms).sum() if terms else None
 
     def _taken(self, layers: Sequence[_Layer], rows: _SampleTokens) -> tuple[list[Tensor], list[Tensor]]:
@@ -192,17 +191,17 @@ class RouterMonitor:
         """Yield each layer's balance loss, summed over tokens, for the losses that are per token."""
         if self._balance.loss == "previous_step":
             for layer, of_layer in zip(layers, scores, strict=True):
-                yield balance_loss.fraction_balance(of_layer, layer.fractions.to(of_layer.device))
+                yield fraction_balance(of_layer, layer.fractions.to(of_layer.device))
         elif self._balance.loss == "sample":
             per_layer = [
-                balance_loss.counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
+                counts_per_sample(of_layer, rows.sample, rows.num_samples, layer.num_experts)
                 for layer, of_layer in zip(layers, index, strict=True)
             ]
             counts = torch.cat(per_layer, dim=1)
             if rows.is_slice:
                 dist.all_reduce(counts, group=self._sequence)
             for of_layer, of_samples in zip(scores, counts.split([c.size(1) for c in per_layer], dim=1), strict=True):
-                yield balance_loss.sample_balance(of_layer, of_samples, rows.sample)
+                yield sample_balance(of_layer, of_samples, rows.sample)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -283,3 +282,47 @@ def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
     rows, device = valid.nonzero()[:, 0], pack.input_ids.device
     on_device = to_device(rows, device), to_device(sample[positions[rows]], device)
     return _SampleTokens(*on_device, len(pack.info.ids), len(positions), sequence_slice is not None)
+
+
+# Losses are sums over tokens, so ranks can add them. ``p_te`` is the softmax of the scores of token ``t`` over ``E``
+# experts, of which each token takes ``k``.
+def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_experts: int) -> Tensor:
+    """Count how often the tokens of each sample chose each expert: ``[samples, E]`` fp32.
+
+    ``index`` ``[t, k]`` are the chosen experts, ``sample`` ``[t]`` int64 the index of each token's sample.
+    """
+    place = (sample.unsqueeze(-1) * num_experts + index).view(-1)
+    counts = torch.zeros(num_samples * num_experts, device=index.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place, dtype=counts.dtype)).view(num_samples, num_experts)
+
+
+def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
+    """Sum over tokens of ``E * sum_e f_e p_te``, ``f_e`` the share of expert ``e`` in the choices of a token's sample.
+
+    Divided by the number of tokens it is 1 if each sample uses all experts equally often (DeepSeek-V3, equation 17,
+    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax, ``counts`` ``[samples, E]``
+    the choices of whole samples, ``sample`` ``[t]`` int64 the index of each token's sample.
+    """
+    fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
+    return scores.size(-1) * (scores.float().softmax(-1) * fractions[sample]).sum()
+
+
+def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
+    """Sum over tokens of ``E * sum_e f_e p_te`` for given shares ``f`` ``[E]``, such as the previous step's."""
+    return scores.size(-1) * (scores.float().softmax(-1) @ fractions).sum()
+
+
+def micro_batch_balance(scores: list[Tensor], index: list[Tensor]) -> Tensor:
+    """Compute transformers' ``load_balancing_loss_func`` over all layers of one micro-batch; no sum over tokens.
+
+    ``scores`` are ``[t, E]`` and ``index`` ``[t, k]`` of each layer.
+    """
+    probabilities, chosen = torch.cat(scores).float().softmax(-1), torch.cat(index)
+    rows = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
+    counts = counts_per_sample(chosen, rows, 1, probabilities.size(-1))[0]
+    return probabilities.size(-1) * (counts / len(chosen) * probabilities.mean(0)).sum()
+
+
+def z_loss(scores: Tensor) -> Tensor:
+    """Sum over tokens of the squared logarithm of the softmax's denominator (ST-MoE, equation 5)."""
+    return scores.float().logsumexp(-1).square().sum()

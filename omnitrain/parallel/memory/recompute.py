@@ -23,7 +23,7 @@ from omnitrain.ops.experts.weights import experts_in, is_experts
 from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
-from omnitrain.recipe.parallel import OffloadedTensor, RecomputedPart
+from omnitrain.recipe.plan_groups import OffloadedTensor, RecomputedPart
 from omnitrain.torch_private import PROFILER_RECORDS
 from omnitrain.transformers_private import checkpoint_block
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
@@ -30,7 +31,8 @@ from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import ComponentPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Pipeline:
         return {name: parameter for name, parameter in model.named_parameters() if len(self.held_by[name]) > 1}
 
     def counted_elsewhere(self, shared: Mapping[str, nn.Parameter]) -> set[nn.Parameter]:
-        """Those of ``shared`` that this rank has, and that another stage has, too, and counts."""
+        """The parameters of ``shared`` on this rank that another stage has, too, and counts."""
         return {parameter for name, parameter in shared.items() if self.stages.rank in self.held_by[name][1:]}
 
     @property
@@ -218,3 +220,37 @@ def add_up_over_stages(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -
             by_ranks[ranks].append(parameter.grad)
     for ranks, gradients in by_ranks.items():
         all_reduce_in_buckets(gradients, pipeline.shared[ranks])
+
+
+_AT_ONCE = 16  # tensors in a message
+
+
+def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor | None]:
+    """Return whole tensors on the CPU, on all ranks. All ranks must call it.
+
+    Args:
+        values: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
+            parameters that only other stages hold are ignored.
+        pipeline: the pipeline; None: every rank holds all parameters.
+    """
+    if pipeline is None:
+        return {name: _whole(value) for name, value in values.items()}
+    whole: dict[str, Tensor | None] = {}
+    for source in sorted({pipeline.held_by[name][0] for name in values}):
+        names = [name for name in values if pipeline.held_by[name][0] == source]
+        for start in range(0, len(names), _AT_ONCE):
+            some = names[start : start + _AT_ONCE]
+            # A stage that holds them, too, must gather its shards with the others of its mesh.
+            sent: list[Any] = [
+                _whole(values[name]) if pipeline.stages.rank in pipeline.held_by[name] else None for name in some
+            ]
+            dist.broadcast_object_list(sent, group=pipeline.group, group_src=source)
+            whole |= dict(zip(some, sent, strict=True))
+    return {name: whole[name] for name in values}
+
+
+def _whole(value: Tensor | None) -> Tensor | None:
+    if value is None:
+        return None
+    whole: Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return whole.detach().to("cpu", copy=True)

@@ -72,7 +72,7 @@ class StageChannel:
 
 
 def directions(stage_ranks: Sequence[int]) -> list[Direction]:
-    """Return what messages go between stages, given the pipeline rank of each; in one order on all ranks."""
+    """Return the messages between stages, given the pipeline rank of each stage; in one order on all ranks."""
     pairs = sorted({pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]})
     return [("F", *pair) for pair in pairs] + [("B", later, earlier) for earlier, later in pairs]
 
@@ -83,8 +83,8 @@ def connect_pairs(
     """Make a group for each direction between two ranks of each column, and connect its ranks. All ranks must call it.
 
     NCCL runs the messages of a group in the order in which they were posted, and connects two ranks at their first one:
-    who posts it waits on the host until the other rank comes. If two ranks begin with different directions, as 1F1B's
-    do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
+    the rank that posts it waits on the host until the other rank comes. If two ranks begin with different directions,
+    as 1F1B's do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
 
     Args:
         columns: ``[n, pipeline ranks]``, the global ranks of each column.

@@ -20,7 +20,8 @@ from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.plan.schedule.split import split_by_cost, split_by_numbers
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from omnitrain.parallel.fsdp.units import find_units, ignored_params
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.sequence.ulysses import head_problem
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan, value_of
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def model_problems(
@@ -67,8 +68,8 @@ def _overlap_problems(plan: ParallelPlan, state: ParallelState) -> Iterator[str]
     found = f"{plan.path_of(FOUNDATION, 'schedule')}.schedule.overlap: found true"
     if state.size("ep") == 1:
         yield f"{found} with ep 1, where no all-to-all of experts can be hidden; set ep above 1, or remove it"
-    elif plan.of(FOUNDATION).expert_dispatcher == "deepep":
-        yield f"{found} with `expert_dispatcher: deepep`, whose exchanges do not give turns; remove one of the two"
+    elif plan.of(FOUNDATION).experts.dispatcher == "deepep":
+        yield f"{found} with `experts.dispatcher: deepep`, whose exchanges do not give turns; remove one of the two"
 
 
 def _spread_problems(
@@ -92,14 +93,18 @@ def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState)
     """An encoder that runs outside of the forwards needs FSDP units with all of its parameters."""
     for name in (name for name in model.media_names if name not in model.decoder_names):
         merged, section = plan.of(name), plan.section_of(name)
-        if section == MAIN and (merged.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world"):
+        if (
+            section == MAIN
+            and (merged.encode.window or 1) == 1
+            and not (state.size("pp") > 1 and merged.place == "world")
+        ):
             continue
         inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
         inside |= ignored_params(model)
         outside = [path for path, p in model.components[name].items() if p not in inside]
         if outside:
-            field = "window" if merged.window is not None else "place"
-            found = f"{plan.path_of(name, field)}.{field}: found {getattr(merged, field)}"
+            field = "encode.window" if merged.encode.window is not None else "place"
+            found = f"{plan.path_of(name, field)}.{field}: found {value_of(merged, field)}"
             if section != MAIN:
                 found = f"sections.{section}.components: found {name}"
             yield (
@@ -133,7 +138,7 @@ def _found(plan: ParallelPlan, state: ParallelState, *fields: str) -> str:
     merged = plan.of(FOUNDATION)
     if (field := next((name for name in fields if (getattr(merged, name) or 1) > 1), None)) is None:
         return f"parallel state: found {state.shape}"
-    return f"{plan.path_of(FOUNDATION, field)}.{field}: found {getattr(merged, field)}"
+    return f"{plan.path_of(FOUNDATION, field)}.{field}: found {value_of(merged, field)}"
 
 
 def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator[str]:

@@ -7,13 +7,14 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.parallel.resolve.experts import expert_fields
 from omnitrain.parallel.resolve.memory import memory_fields
-from omnitrain.parallel.resolve.roles import refused
+from omnitrain.parallel.resolve.roles import media_keys, refused
 from omnitrain.parallel.resolve.sources import STATE_AXIS, Request
 from omnitrain.plan.mesh import fit_mesh
-from omnitrain.recipe.parallel import ComponentPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, plan_of, value_of
+from omnitrain.recipe.plan_groups import Precision
 
 _DEGREES = ("mode", "dp_replicate", "dp_shard")
-_OF_WINDOWS = ("features_on", "feature_bytes")
+_OF_WINDOWS = ("encode.features_on", "encode.feature_bytes")
 _MODEL_AXES = ("pp", "cp", "ulysses")  # axes of the foundation; other components have degree 1 by default
 
 
@@ -39,38 +40,40 @@ def component_plan(request: Request) -> ComponentPlan | None:
     }
     if degrees is None or request.problems:
         return None
-    return ComponentPlan(
-        **dict(zip(_DEGREES, degrees, strict=True)),
-        tp=request.tp,
-        precision=precision,
-        freeze=request.is_frozen,
-        lora=request.merged.lora if request.has_adapters else None,
-        schedule=request.merged.schedule if request.is_foundation else None,
-        **fields,
+    return plan_of(
+        {
+            **dict(zip(_DEGREES, degrees, strict=True)),
+            "tp": request.tp,
+            "precision": precision,
+            "freeze": request.is_frozen,
+            "lora": request.merged.lora if request.has_adapters else None,
+            "schedule": request.merged.schedule if request.is_foundation else None,
+            **fields,
+        }
     )
 
 
 def _media_fields(request: Request) -> dict[str, Any]:
-    """Where and when the component's media are encoded; ``window`` is None where forwards of micro-batches do it."""
+    """Where and when the component's media are encoded; ``encode.window`` is None where forwards do it."""
     merged, explicit, roles = request.merged, request.explicit, request.roles
     if request.is_foundation:
         return _fields_of_foundation(request)
+    fields = {key: value_of(merged, key) for key in media_keys(roles)}
     if "a component of a section" in roles:
         window = request.plans.sections[request.plans.section_of(request.name)].micro_batch
-        fields = {name: getattr(merged, name) for name in ("quadratic_cost", "features_on", "call_elements")}
-        return {"place": "world", "window": window, **fields}
+        return {**fields, "place": "world", "encode.window": window}
     place = merged.place or _place_by_default(request)
     if "a projector" in roles:  # the forward of a micro-batch projects what it has received
-        return {"place": "local" if place == "local" else "group"}
+        return {**fields, "place": "local" if place == "local" else "group"}
     if "a decoder" not in roles:
-        return _fields_of_encoder(request, place)
+        return {**fields, **_fields_of_encoder(request, place)}
     if explicit.place == "world" and (stages := request.state.size("pp")) > 1:
         request.problem(
             "place",
             f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
             "are encoded on the ranks of one stage; use `place: group`, or remove it",
         )
-    return {"place": place, "quadratic_cost": merged.quadratic_cost}
+    return {**fields, "place": place}
 
 
 def _place_by_default(request: Request) -> str:
@@ -80,21 +83,21 @@ def _place_by_default(request: Request) -> str:
 def _fields_of_encoder(request: Request, place: str) -> dict[str, Any]:
     window, explicit = _window(request, place), request.explicit
     for field in _OF_WINDOWS:
-        if (found := getattr(explicit, field)) is not None and window is None:
-            request.problem(field, f"found {found} without `window`: no features wait; set `window`, or remove it")
+        if (found := value_of(explicit, field)) is not None and window is None:
+            request.problem(field, f"found {found} without `encode.window`: no features wait; set it, or remove it")
     if explicit.quadratic_cost is not None and place == "local":
         request.problem(
             "quadratic_cost",
             f"found {explicit.quadratic_cost} with `place: local`, which divides no items; set `place: world`, or "
             "remove it",
         )
-    fields = ("quadratic_cost", "call_elements", *(_OF_WINDOWS if window else ()))
-    return {"place": place, "window": window, **{name: getattr(request.merged, name) for name in fields}}
+    unused = dict.fromkeys(_OF_WINDOWS) if window is None else {}
+    return {"place": place, "encode.window": window, **unused}
 
 
 def _window(request: Request, place: str) -> int | str | None:
     """The micro-batches whose items an encoder of ``main`` encodes together; None: each forward encodes its own."""
-    window, state = request.merged.window, request.state
+    window, state = request.merged.encode.window, request.state
     stages = state.size("pp")
     if place == "world":
         return window or "step" if stages > 1 else None if window == 1 else window
@@ -103,12 +106,12 @@ def _window(request: Request, place: str) -> int | str | None:
     divides_items = place == "group" and state.size("data") > state.size(*together)
     if stages == 1 and (window in (None, 1) or divides_items):
         return None if window == 1 else window
-    if request.explicit.window is None:
+    if request.explicit.encode.window is None:
         return None
     why = ", which divides no items here; set `place: world`"
     if stages > 1:
         why = f" and pp {stages}, where the forwards of the first stage encode; set `place: world`, or remove it"
-    request.problem("window", f"found {window} with `place: {place}`{why}")
+    request.problem("encode.window", f"found {window} with `place: {place}`{why}")
     return window  # no field of windows is without one
 
 
@@ -144,7 +147,8 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
         request.problems.append(f"{path}.mode: hsdp needs dp_replicate or dp_shard; they multiply to {ranks} ranks")
         return None
     try:
-        copies, shards = (1 if mode == "fsdp2" else replicate), (1 if mode == "replicate" else shard)
+        of_mode = {"fsdp2": (1, shard), "replicate": (replicate, 1)}
+        copies, shards = of_mode.get(mode, (replicate, shard))
         shape = fit_mesh(ranks, dp_replicate=copies, dp_shard=shards)
     except UserError as error:
         request.problems.append(f"{path}: {' '.join(str(error).split())}")
@@ -162,7 +166,7 @@ def _degrees(request: Request) -> tuple[str, int, int] | None:
 
 
 def _precision(request: Request) -> Precision:
-    merged = request.merged.precision or Precision()
+    merged = request.merged.precision
     param = merged.param or (None if request.is_frozen or request.has_adapters else "float32")
     if request.flags.mixed_precision is False and merged.compute not in (None, merged.param or "float32"):
         request.problem(
@@ -171,7 +175,7 @@ def _precision(request: Request) -> Precision:
             "recipe); use one of the two",
         )
     explicit = request.explicit.precision
-    if explicit is not None and explicit.reduce is not None and request.is_frozen:
+    if explicit.reduce is not None and request.is_frozen:
         request.problem(
             "precision.reduce", f"found {explicit.reduce}, but a frozen component has no gradients; remove it"
         )

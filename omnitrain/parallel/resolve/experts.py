@@ -11,16 +11,17 @@ from omnitrain.ops.experts.routers import find_router
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.expert.deepep import deepep_problem
 from omnitrain.parallel.resolve.sources import Request
-from omnitrain.recipe.parallel import Chunks, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, value_of
+from omnitrain.recipe.plan_groups import Chunks
 
-# Fields of the default plan that a component without experts ignores -> the components that use them.
+# Value of the default plan that a component without experts ignores -> its key, and the components that use it.
 _USERS_OF_EXPERT_FIELDS = {
-    "expert_rows": "has experts",
-    "offloaded_tensors": "has experts and keeps these tensors",
-    "recomputed_parts": "has such parts",
-    "expert_chunks": "has expert parallelism (ep 1)",
-    "delay_wgrad": "has expert parallelism (ep 1)",
-    "expert_dispatcher": "has expert parallelism (ep 1)",
+    "experts.rows": ("experts.rows", "has experts"),
+    "memory.offloaded_tensors": ("memory.offload", "has experts and keeps these tensors"),
+    "memory.recomputed_parts": ("memory.recompute", "has such parts"),
+    "experts.chunks": ("experts.chunks", "has expert parallelism (ep 1)"),
+    "experts.delay_wgrad": ("experts.delay_wgrad", "has expert parallelism (ep 1)"),
+    "experts.dispatcher": ("experts.dispatcher", "has expert parallelism (ep 1)"),
 }
 
 
@@ -33,10 +34,10 @@ def expert_fields(request: Request, degrees: tuple[str, int, int] | None, comput
     chunks, delay_wgrad = _overlap_of_experts(request, ep)
     return {
         "ep": ep,
-        "expert_rows": _expert_rows(request),
-        "expert_chunks": chunks,
-        "delay_wgrad": delay_wgrad,
-        "expert_dispatcher": _expert_dispatcher(request, ep, compute),
+        "experts.rows": _expert_rows(request),
+        "experts.chunks": chunks,
+        "experts.delay_wgrad": delay_wgrad,
+        "experts.dispatcher": _expert_dispatcher(request, ep, compute),
     }
 
 
@@ -44,10 +45,10 @@ def router_problems(
     model: OmniModel, plan: ParallelPlan, component: str, layers: Sequence[ExpertLayer], resolved: ComponentPlan
 ) -> Iterator[str]:
     """Yield a problem if the plan recomputes routers, and the model does not declare them to transformers."""
-    for layer in layers if "router" in (resolved.recomputed_parts or ()) else ():
+    for layer in layers if "router" in (resolved.memory.recomputed_parts or ()) else ():
         if find_router(model, layer.name.rpartition(".")[0]) is None:
             yield (
-                f"{plan.path_of(component, 'recompute')}.recomputed_parts: found router, but "
+                f"{plan.path_of(component, 'memory.recompute')}.memory.recompute: found router, but "
                 f"{type(model.foundation).__name__} declares no router of {layer.name} to transformers; list only "
                 "the other parts"
             )
@@ -56,10 +57,10 @@ def router_problems(
 
 def unused_problems(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """Yield the fields of the default plan that no component uses."""
-    for field, user in _USERS_OF_EXPERT_FIELDS.items():
-        value = getattr(plan.default, field)
-        if _has_effect(value) and not any(getattr(component, field) for component in plans.values()):
-            yield f"default.{field}: found {value}, but no component {user}; remove it"
+    for field, (key, user) in _USERS_OF_EXPERT_FIELDS.items():
+        value = value_of(plan.default, field)
+        if _has_effect(value) and not any(value_of(component, field) for component in plans.values()):
+            yield f"default.{key}: found {value}, but no component {user}; remove it"
 
 
 def _has_effect(value: object) -> bool:
@@ -98,14 +99,14 @@ def _ep(request: Request, degrees: tuple[str, int, int] | None) -> int:
 
 
 def _expert_rows(request: Request) -> int | None:
-    rows = request.explicit.expert_rows
+    rows = request.explicit.experts.rows
     if not request.expert_layers:
         if rows:
-            request.problem("expert_rows", f"found {rows}, but the component has no experts; remove it")
+            request.problem("experts.rows", f"found {rows}, but the component has no experts; remove it")
         return None
-    if request.merged.expert_rows is not None:
-        require_torch_backend(request, "expert_rows", request.merged.expert_rows)
-    return request.merged.expert_rows
+    if request.merged.experts.rows is not None:
+        require_torch_backend(request, "experts.rows", request.merged.experts.rows)
+    return request.merged.experts.rows
 
 
 def require_torch_backend(request: Request, field: str, value: object) -> None:
@@ -117,34 +118,34 @@ def require_torch_backend(request: Request, field: str, value: object) -> None:
 
 def _overlap_of_experts(request: Request, ep: int) -> tuple[Chunks, bool | None]:
     """The number of chunks of a rank's experts, and whether their weight gradients are delayed."""
-    for field in ("expert_chunks", "delay_wgrad"):
-        if _has_effect(value := getattr(request.explicit, field)) and ep == 1:
+    for field in ("experts.chunks", "experts.delay_wgrad"):
+        if _has_effect(value := value_of(request.explicit, field)) and ep == 1:
             request.problem(field, f"found {value} with ep 1, where it does nothing; remove it")
     if ep == 1:
         return None, None
-    chunks = request.merged.expert_chunks or 1
+    chunks = request.merged.experts.chunks or 1
     fewest = min(layer.num_experts for layer in request.expert_layers) // ep
     if not isinstance(chunks, str) and chunks > max(fewest, 1):
         request.problem(
-            "expert_chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
+            "experts.chunks", f"found {chunks}, but a rank has {fewest} experts of a layer; use 1 to {fewest}"
         )
-    if request.merged.delay_wgrad:
-        require_torch_backend(request, "delay_wgrad", "true")
-    return chunks, bool(request.merged.delay_wgrad)
+    if request.merged.experts.delay_wgrad:
+        require_torch_backend(request, "experts.delay_wgrad", "true")
+    return chunks, bool(request.merged.experts.delay_wgrad)
 
 
 def _expert_dispatcher(request: Request, ep: int, compute: str | None) -> Literal["torch", "deepep", "auto"] | None:
     """The dispatcher of the experts; it stays ``auto`` where only a trial can tell whether DeepEP works."""
-    wanted = request.merged.expert_dispatcher
+    wanted = request.merged.experts.dispatcher
     if ep == 1:
-        if request.explicit.expert_dispatcher is not None:
-            request.problem("expert_dispatcher", f"found {wanted} with ep 1, where it does nothing; remove it")
+        if request.explicit.experts.dispatcher is not None:
+            request.problem("experts.dispatcher", f"found {wanted} with ep 1, where it does nothing; remove it")
         return None
     if wanted in (None, "torch"):
         return "torch"
     problem = deepep_problem(request.state.device_type, compute)
-    if not problem and request.merged.expert_chunks not in (None, 1):
-        problem = f"DeepEP cannot dispatch in chunks, and expert_chunks is {request.merged.expert_chunks}"
+    if not problem and request.merged.experts.chunks not in (None, 1):
+        problem = f"DeepEP cannot dispatch in chunks, and experts.chunks is {request.merged.experts.chunks}"
     if problem and wanted == "deepep":
-        request.problem("expert_dispatcher", f"found deepep, but {problem}; use torch, or auto to fall back on it")
+        request.problem("experts.dispatcher", f"found deepep, but {problem}; use torch, or auto to fall back on it")
     return "torch" if problem else wanted

@@ -164,7 +164,7 @@ def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
 
 
 def _known_globs(plan: ParallelPlan, names: Collection[str]) -> dict[str, int]:
-    """The globs of ``ep_plan`` that match a name; others are problems of the plan itself."""
+    """The globs of ``ep_plan`` that match a name; other globs are problems of the plan itself."""
     globs = (plan.ep_plan or {}).items()
     return {glob: dim for glob, dim in globs if any(matches_weight(glob, name) for name in names)}
 
@@ -181,10 +181,9 @@ def _names(model: OmniModel) -> dict[str, list[str]]:
 
 
 def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Iterator[str]:
-    """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with others."""
+    """An FSDP unit has one dtype, so a module cannot mix trained parameters that must stay fp32 with other ones."""
     parameters = {name: p for name, p in model.components[component].items() if p.requires_grad}
     fp32 = set(filter(stays_fp32(model), parameters))
-    assert plan.precision is not None
     if not fp32 or plan.precision.compute == "float32":
         return
     in_forward = set(model.runner.in_forward.parameters)
@@ -209,7 +208,7 @@ def _fp32_problems(model: OmniModel, component: str, plan: ComponentPlan) -> Ite
 def _low_precision_problems(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
     """The foundation must compute in bf16 what transformers' model in bf16 computes."""
     dtypes = {name: plans[name].precision for name in model.foundation_components if name in plans}
-    low = [name for name, own in dtypes.items() if own and "bfloat16" in (own.compute, own.param)]
+    low = [name for name, own in dtypes.items() if "bfloat16" in (own.compute, own.param)]
     if low and (problem := precision_problem_of(model.foundation, model.runner.contract)):
         yield (
             f"components.{low[0]}.precision: found bfloat16, but {type(model.foundation).__name__} does not compute in "

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal, NamedTuple
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import AXES, FOUNDATION, MAIN, ComponentPlan, ParallelPlan, keys_of, value_of
 
 Role = Literal[
     "the foundation",
@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 
     Attributes:
         role: the components.
-        fields: fields of :class:`~omnitrain.recipe.parallel.ComponentPlan`.
+        fields: keys of :class:`~omnitrain.recipe.parallel.ComponentPlan`; ``encode`` and other groups: all their keys.
         reason: why, and what to do; it follows "found VALUE, but".
         values: the values that are refused; empty: all that have an effect.
     """
@@ -34,8 +34,12 @@ class Refusal(NamedTuple):
     reason: str
     values: tuple[object, ...] = ()
 
+    @property
+    def keys(self) -> list[str]:
+        """The fields, with the keys of a group in its place."""
+        return [key for field in self.fields for key in keys_of(field)]
 
-_WINDOWS = ("window", "features_on", "feature_bytes")
+
 _OTHERS: Role = "all but the foundation"
 _PROJECTOR: Role = "a projector in `main`"
 _SECTION: Role = "a component of a section"
@@ -48,21 +52,25 @@ _CP = "only the foundation supports ring attention; remove it (`place: group` di
 REFUSALS = (
     Refusal(
         "the foundation",
-        (*_WINDOWS, "call_elements"),
+        ("encode",),
         "the foundation encodes no media; set it on an encoder, or remove it",
     ),
     Refusal("the foundation", ("place",), _PACKS, ("group",)),
     Refusal(_SECTION, ("pp", "cp"), _DEGREES),
-    Refusal(_SECTION, ("place", "window", "feature_bytes"), "the ranks of a section encode for all others; remove it"),
+    Refusal(
+        _SECTION,
+        ("place", "encode.window", "encode.feature_bytes"),
+        "the ranks of a section encode for all others; remove it",
+    ),
     Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
     Refusal(
         _PROJECTOR,
-        (*_WINDOWS, "quadratic_cost", "call_elements"),
+        ("encode", "quadratic_cost"),
         "a projector in `main` runs in the forwards; remove it",
     ),
     Refusal(_PROJECTOR, ("place",), "a projector runs where its features are used; remove it", ("world",)),
-    Refusal("a decoder", (*_WINDOWS, "call_elements"), "it is for encoders; remove it"),
+    Refusal("a decoder", ("encode",), "it is for encoders; remove it"),
     Refusal(_OTHERS, ("pp", "schedule"), "only the foundation is cut into stages; remove it"),
     Refusal(_OTHERS, ("cp",), _CP),
     Refusal(
@@ -88,15 +96,21 @@ def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[
 
 
 def refused(roles: Collection[Role], explicit: ComponentPlan) -> Iterator[tuple[str, str]]:
-    """Yield (field, what is wrong) for the fields that ``explicit``, a plan without the default plan, may not set."""
+    """Yield (field, problem) for the fields that ``explicit``, a plan without the default plan, may not set."""
     told = set[str]()
     for refusal in REFUSALS:
-        for field in refusal.fields if refusal.role in roles else ():
-            value = getattr(explicit, field)
+        for field in refusal.keys if refusal.role in roles else ():
+            value = value_of(explicit, field)
             is_refused = value in refusal.values if refusal.values else _has_effect(field, value)
             if is_refused and field not in told:
                 told.add(field)
                 yield field, f"found {_shown(value)}, but {refusal.reason}"
+
+
+def media_keys(roles: Collection[Role]) -> list[str]:
+    """Return the keys on the encoding of media that components of these roles may set: no refusal names them."""
+    refused_keys = {key for one in REFUSALS if one.role in roles and not one.values for key in one.keys}
+    return [key for key in ("quadratic_cost", *keys_of("encode")) if key not in refused_keys]
 
 
 def _has_effect(field: str, value: object) -> bool:

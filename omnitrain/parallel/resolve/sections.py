@@ -16,7 +16,8 @@ from omnitrain.plan.schedule.actions import Kind, SectionWindows
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PipelineSchedule, raise_problems
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, raise_problems
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.recipe.suggest import hint
 
 
@@ -149,7 +150,7 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
 
 
 def _connected(plan: ParallelPlan, name: str) -> list[str]:
-    """A section, and those that it exchanges features with, also by way of others, in the order of the plan."""
+    """A section, and the sections that it exchanges features with, directly or not, in the order of the plan."""
     edges = [{plan.section_of(reader), plan.section_of(tower)} for reader, tower in plan.reads().items()]
     found = {name}
     for _ in edges:

@@ -10,14 +10,14 @@ from typing import Any
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.resolve.roles import Role
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, value_of
 
 STATE_AXIS = {"ulysses": "sp"}  # plan field -> axis of the state, where the names differ
 
-# Plan field that a flag of the call can set -> argument of `build_parallelize_model`, value if on, value if off.
-FLAG_FIELDS: dict[str, tuple[str, Any, Any]] = {
-    "recompute": ("enable_gradient_checkpointing", "full", "none"),
-    "parameter_offload": ("enable_fsdp_offload", True, False),
+# Flag of the call -> argument of `build_parallelize_model`, the key that it sets, value if on, value if off.
+FLAG_FIELDS: dict[str, tuple[str, str, Any, Any]] = {
+    "recompute": ("enable_gradient_checkpointing", "memory.recompute", "full", "none"),
+    "parameter_offload": ("enable_fsdp_offload", "memory.offload", ["parameters"], []),
 }
 
 
@@ -85,14 +85,13 @@ class Request:
         A plan that switches off what a flag switches on is a problem.
         """
         planned, of_flags = self.planned, {}
-        for name, (argument, on, off) in FLAG_FIELDS.items():
-            value = getattr(planned, name)
-            if getattr(self.flags, name) and value is None:
-                of_flags[name] = on
-            elif getattr(self.flags, name) and value == off:
-                found = str(off).lower()
-                self.problem(name, f"found {found}, but {argument} is True; set only one of the two")
-        return planned.model_copy(update=of_flags)
+        for flag, (argument, key, on, off) in FLAG_FIELDS.items():
+            value = value_of(planned, key)
+            if getattr(self.flags, flag) and value == off:
+                self.problem(key, f"found {off}, but {argument} is True; set only one of the two")
+            elif getattr(self.flags, flag) and (value is None or isinstance(value, list)):
+                of_flags[key] = [*dict.fromkeys([*value, *on])] if value else on
+        return planned.changed(of_flags)
 
     @property
     def is_foundation(self) -> bool:
@@ -106,5 +105,5 @@ class Request:
 
     def problem(self, field: str, text: str) -> None:
         """Note a problem with a field."""
-        path = self.plans.path_of(self.name, field.partition(".")[0])
+        path = self.plans.path_of(self.name, field)
         self.problems.append(f"{path}.{field}: {text}")

@@ -16,7 +16,7 @@ from omnitrain.parallel.pipeline.apply import add_up_over_stages, keep_on_first_
 from omnitrain.parallel.schedule.executor import Executor, ForwardContext, OnOutput, OnPhase
 from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp, keep_on_first_tp_rank
+from omnitrain.parallel.tensor.apply import add_up_over_tp, keep_on_first_tp_rank
 from omnitrain.peers import SINGLE_PROCESS, GlooGroup
 from omnitrain.recipe.suggest import hint
 

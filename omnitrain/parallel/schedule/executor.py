@@ -32,8 +32,7 @@ from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import work_of
 from omnitrain.parallel.watch.report import Phase, RunningAction
-from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule
-from omnitrain.plan.schedule.forwards import without_backwards
+from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule, without_backwards
 from omnitrain.recipe.parallel import FOUNDATION
 
 OnOutput = Callable[[Pack, OmniOutput], Any]
@@ -211,9 +210,7 @@ class Executor:
     def _open_messages(self) -> StageMessages:
         layout = layout_of(self._model)
         assert layout is not None and self._pipeline is not None
-        precision = layout.components[FOUNDATION].plan.precision
-        assert precision is not None
-        dtype = dtype_of(precision.compute) or self._model.dtype
+        dtype = dtype_of(layout.components[FOUNDATION].plan.precision.compute) or self._model.dtype
         return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
 
     def _forward(self, action: Action) -> None:

@@ -296,10 +296,12 @@ class StepGraph:
             is_trained = self._trained[component]
             has_gradient = tuple(is_trained and root.dtype.is_floating_point for root in encoded.roots)
         self._take(component, window, encoded.pattern, has_gradient)
-        limit = None if self._layout is None else self._layout.components[component].plan.feature_bytes
+        limit = None if self._layout is None else self._layout.components[component].plan.encode.feature_bytes
         waiting = self.waiting_bytes(component)
         if limit is not None and waiting > limit:
-            raise RuntimeError(f"{waiting:,} bytes of features of {component} wait, more than feature_bytes {limit:,}")
+            raise RuntimeError(
+                f"{waiting:,} bytes of features of {component} wait, more than encode.feature_bytes {limit:,}"
+            )
 
     def _take(self, component: str, window: int, pattern: MediaFeatures, has_gradient: Sequence[bool]) -> None:
         """Take the features that this rank reads, and divide them into the parts of their reader."""
@@ -359,7 +361,7 @@ class StepGraph:
 
     def _waiting_there(self, component: str, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors in the memory where they wait."""
-        is_on_host = self._layout is not None and self._layout.components[component].plan.features_on == "cpu"
+        is_on_host = self._layout is not None and self._layout.components[component].plan.encode.features_on == "cpu"
         return [*map(_to_host, tensors)] if is_on_host else [*tensors]
 
 

@@ -24,7 +24,7 @@ from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.inference import Inference, T
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
-from omnitrain.parallel.fsdp.summon import gathered
+from omnitrain.parallel.fsdp.units import gathered
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.schedule.executor import Executor, OnEncoded, OnOutput
 from omnitrain.parallel.schedule.table import schedule_of

@@ -23,7 +23,7 @@ class Ends(NamedTuple):
 
     @property
     def returned(self) -> Ends:
-        """Those of the messages that bring gradients back."""
+        """The ends of the messages that bring gradients back."""
         return Ends(self.target, self.source)
 
 
@@ -58,7 +58,7 @@ class Message:
 
     receiver: int  # global rank
     tensors: tuple[Rows, ...]  # the shape of a row and the dtype of each tensor
-    # runs of rows and who sends them, by first row. Together they are all rows. A rank may send several.
+    # runs of rows and their senders, by first row. Together they are all rows. A rank may send several.
     parts: tuple[Part, ...]
 
     @cached_property

@@ -42,8 +42,8 @@ def ring_attention(
     )
     sections = of_ranks[dist.get_rank(group)]
     lengths = [section.length for section in sections]
-    outputs: list[Tensor | None] = [None] * len(sections)
     states = [tensor.split(lengths, dim=2) for tensor in (call.query, call.key, call.value)]
+    outputs: dict[int, Tensor] = {}
     for index, section in enumerate(sections):
         if section.segment is None:
             query, key, value = (of_sections[index] for of_sections in states)
@@ -51,19 +51,23 @@ def ring_attention(
             mask = call.mask.remember(("between", start, stop), partial(call.mask.between, start, stop))
             outputs[index] = compute(replace(call, query=query, key=key, value=value, mask=mask))
     if any(section.segment is not None for rank in of_ranks for section in rank):
-        pieces = [index for index, section in enumerate(sections) if section.segment is not None]
-        # A rank without pieces takes part, too, to pass on the keys and values of others.
-        query, key, value = (
-            (torch.cat([of_sections[index] for index in pieces], dim=2) if pieces else of_sections[0][:, :, :0])[0]
-            for of_sections in states
-        )
         ring = _Ring(call.mask, of_ranks, group, online_softmax.Scoring(call.mask, call.scaling, call.softcap))
-        out = _RingAttention.apply(ring, query, key, value, call.sinks).transpose(0, 1)[None]
-        for index, part in zip(pieces, out.split([lengths[index] for index in pieces], dim=1), strict=True):
-            outputs[index] = part
-        if not pieces:
-            outputs.append(out)  # without tokens, so that the backward runs on this rank
-    return torch.cat([output for output in outputs if output is not None], dim=1)
+        outputs |= _attend_pieces(ring, states, call.sinks)
+    return torch.cat([outputs[index] for index in sorted(outputs)], dim=1)
+
+
+def _attend_pieces(ring: _Ring, states: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> dict[int, Tensor]:
+    """Section of this rank -> its attention. A rank without pieces passes on the keys and values of other ranks."""
+    sections = ring.sections[ring.rank]
+    pieces = [index for index, section in enumerate(sections) if section.segment is not None]
+    query, key, value = (
+        (torch.cat([of_sections[index] for index in pieces], dim=2) if pieces else of_sections[0][:, :, :0])[0]
+        for of_sections in states
+    )
+    out = _RingAttention.apply(ring, query, key, value, sinks).transpose(0, 1)[None]
+    if not pieces:
+        return {len(sections): out}  # without tokens, so that the backward runs on this rank
+    return dict(zip(pieces, out.split([sections[index].length for index in pieces], dim=1), strict=True))
 
 
 def _require_supported(call: Call) -> None:

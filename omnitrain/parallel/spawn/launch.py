@@ -1,4 +1,4 @@
-"""``ot.launch``: run a function of a notebook or a script on ranks of this machine."""
+"""``ot.notebook.launch``: run a function of a notebook or a script on ranks of this machine."""
 
 from __future__ import annotations
 

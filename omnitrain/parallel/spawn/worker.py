@@ -132,7 +132,7 @@ class _Rank:
 
     @contextlib.contextmanager
     def _as_launched(self, number: int, case: Case) -> Iterator[None]:
-        """Give this process the environment of a rank, and send what is printed in it."""
+        """Give this process the environment of a rank, and send the text that it prints."""
         world = case.world
         ranks = {"RANK": self._rank, "LOCAL_RANK": self._rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         os.environ.update({name: str(value) for name, value in ranks.items()})

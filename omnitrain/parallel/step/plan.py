@@ -124,7 +124,7 @@ class StepPlanner:
             The step. If no rank has a pack, ``plan.num_micro_batches`` is 0.
 
         Raises:
-            UserError: ``packs`` is not a list of packs, or has more features than the plan's ``feature_bytes`` allow.
+            UserError: ``packs`` is not a list of packs, or has more features than ``encode.feature_bytes`` allow.
         """
         if not isinstance(packs, Sequence) or not all(isinstance(pack, Pack) for pack in packs):
             raise UserError(

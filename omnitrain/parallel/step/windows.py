@@ -11,7 +11,8 @@ from omnitrain.parallel.pipeline.apply import passes_of
 from omnitrain.parallel.pipeline.stages import parameters_met
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.plan.windows import WindowChoice, WindowChooser
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def window_chooser(model: OmniModel) -> WindowChooser | None:
@@ -21,9 +22,9 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
         return None
     plans = {name: component.plan for name, component in layout.components.items()}
     choices = [
-        WindowChoice(name, plan.window, bytes_per_feature(model, name, plan), plan.feature_bytes)
+        WindowChoice(name, plan.encode.window, bytes_per_feature(model, name, plan), plan.encode.feature_bytes)
         for name, plan in plans.items()
-        if plan.window is not None
+        if plan.encode.window is not None
     ]
     if all(choice.is_fixed for choice in choices):
         return None
@@ -37,7 +38,6 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
 
 def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:
     """Return the bytes of a feature, with all of its tensors; ``plan``: the complete one of an encoder or decoder."""
-    assert plan.precision is not None
     dtype = dtype_of(plan.precision.compute) or model.dtype
     return _width(model, component) * dtype.itemsize
 

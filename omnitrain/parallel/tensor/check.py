@@ -16,8 +16,7 @@ from omnitrain.models.contract.tiny_model import tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.parallel.state import ParallelState
-from omnitrain.parallel.tensor.apply import shard_matrices
-from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.parallel.tensor.apply import add_up_over_tp, shard_matrices
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_sequence_parallel, ends_of
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.parallel import FOUNDATION

@@ -194,15 +194,14 @@ class _Planning:
 
     def _problems_of(self, name: str, style: str) -> Iterator[str]:
         shown, kind, target = _shown(name), STYLES[style], self._modules.get(name)
+        allowed, plural = _MODULES_OF.get(kind.of, (nn.Module, "modules"))
         if kind.of == "experts" and isinstance(target, nn.Linear):
             yield (
                 f"tp_plan: {shown}: {style} is for experts; for a matrix fused from several use colwise_gather_output, "
                 "which keeps the order of its columns, and rowwise_split_input for the next matrix"
             )
-        elif target is not None and kind.of == "linear" and not isinstance(target, nn.Linear):
-            yield f"tp_plan: {shown}: {style} is for linear layers, found {type(target).__name__}"
-        elif target is not None and kind.of == "embedding" and not isinstance(target, nn.Embedding):
-            yield f"tp_plan: {shown}: {style} is for embeddings, found {type(target).__name__}"
+        elif target is not None and not isinstance(target, allowed):
+            yield f"tp_plan: {shown}: {style} is for {plural}, found {type(target).__name__}"
         elif target is None and (kind.of == "embedding" or kind.forward not in (None, *_OF_PARAMETERS)):
             yield f"tp_plan: {shown}: {style} is for modules, found a parameter"
         elif (kind.cut or kind.forward) and self._is_untried(name):
@@ -247,6 +246,11 @@ class _Planning:
         )
 
 
+# Kind of module that a style is for -> its class, and the plural of its name.
+_MODULES_OF: Mapping[str, tuple[type[nn.Module], str]] = {
+    "linear": (nn.Linear, "linear layers"),
+    "embedding": (nn.Embedding, "embeddings"),
+}
 _OF_PARAMETERS = tuple(STYLES[style].forward for style in ("colwise", "rowwise"))
 
 

@@ -26,7 +26,8 @@ from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.verify.arguments import Factory, build_with, require_same_weights
 from omnitrain.parallel.verify.run import STEPS, Outcome, train
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import Precision
 
 # How much a gradient changes if every weight moves to a neighbouring number differs tenfold with the random directions.
 _MOVES = 3
@@ -130,7 +131,7 @@ def step_of(outcome: Outcome) -> Step:
 def dtypes_of(plan: ParallelPlan) -> str:
     """The dtypes that a plan sets, as a plan in JSON; empty: it sets none but fp32."""
     plans = {"default": plan.default, **plan.components}
-    set_by = {name: plan.precision for name, plan in plans.items() if plan.precision is not None}
+    set_by = {name: plan.precision for name, plan in plans.items() if plan.precision != Precision()}
     if not any("bfloat16" in (dtypes.param, dtypes.compute) for dtypes in set_by.values()):
         return ""
     dtypes = {name: ComponentPlan(precision=precision) for name, precision in set_by.items()}
@@ -143,7 +144,7 @@ def _compute_dtypes(model: OmniModel, plan: ParallelPlan) -> Callable[[str], tor
     must_stay_fp32 = stays_fp32(model)
 
     def dtype_at(path: str) -> torch.dtype:
-        precision = plan.of(component[path]).precision or Precision()
+        precision = plan.of(component[path]).precision
         dtype = dtype_of(precision.compute or precision.param)
         return torch.float32 if must_stay_fp32(path) or dtype is None else dtype
 

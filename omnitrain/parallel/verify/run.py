@@ -25,7 +25,7 @@ from omnitrain.ops.experts.weights import experts_in
 from omnitrain.optim.adamw import gradient_shard, local_shard
 from omnitrain.optim.offload import OffloadedOptimizer
 from omnitrain.parallel.layout import ModelLayout, layout_of
-from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.pipeline.apply import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.torch_private import COLLECTIVES, TorchDispatchMode

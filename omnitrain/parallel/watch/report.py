@@ -82,16 +82,22 @@ def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> 
     senders = {rank: sender for rank in answers if (sender := _awaited(rank, answers)) is not None}
     late: set[int] = set(senders.values())
     waiting: set[int] = set(senders)
-    for key in {key for answer in answers.values() for key in answer.collectives}:
-        counts = {rank: answer.collectives[key].begun for rank, answer in answers.items() if key in answer.collectives}
-        least, most = min(counts.values()), max(counts.values())
-        if least < most:
-            late |= {rank for rank, count in counts.items() if count < most}
-            waiting |= {rank for rank, count in counts.items() if count > least}
+    for counts in _begun(answers).values():
+        late |= {rank for rank, count in counts.items() if count < max(counts.values())}
+        waiting |= {rank for rank, count in counts.items() if count > min(counts.values())}
     if late:
         return sorted(late - waiting or late)
     progress = {rank: _progress(answer.place) for rank, answer in answers.items()}
     return sorted(rank for rank, value in progress.items() if value == min(progress.values()))
+
+
+def _begun(answers: Mapping[int, Answer]) -> dict[str, dict[int, int]]:
+    """Key of the collectives of a group -> rank -> the number that it has started."""
+    begun: dict[str, dict[int, int]] = {}
+    for rank, answer in answers.items():
+        for key, collectives in answer.collectives.items():
+            begun.setdefault(key, {})[rank] = collectives.begun
+    return begun
 
 
 def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
@@ -181,9 +187,9 @@ def described(place: Place) -> str:
 
 def _missing(rank: int, answers: Mapping[int, Answer]) -> list[str]:
     """The next collectives that other ranks have started and ``rank`` has not."""
-    lines = []
+    lines, begun = [], _begun(answers)
     for key, (group, started) in answers[rank].collectives.items():
-        most = max(answer.collectives[key].begun for answer in answers.values() if key in answer.collectives)
+        most = max(begun[key].values())
         if started < most:
             lines.append(f"collective {started + 1} of the process group {group!r}; others are at {most}")
     return list(dict.fromkeys(lines))  # a group may have equal counts for several devices

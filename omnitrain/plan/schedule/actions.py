@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -240,3 +240,30 @@ class Schedule:
         changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
         passes = ([part for action in row for part in action.passes] for row in self.actions)
         return tuple(max(accumulate((changes.get(part.kind, 0) for part in of_rank), initial=0)) for of_rank in passes)
+
+
+_KEPT = frozenset(
+    {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD, Kind.ENCODE, Kind.EXCHANGE, Kind.OVERLAP_F_B}
+)
+
+
+def without_backwards(schedule: Schedule, *, encodes_only: bool = False) -> Schedule:
+    """Return a schedule without backwards, their messages and reductions.
+
+    ``encodes_only``: also without the foundation's stages after the first, which then only reads features.
+    """
+    rows = (_forwards_in(row) for row in schedule.actions)
+    return schedule.with_actions([a for a in row if not encodes_only or _is_of_encoders(a)] for row in rows)
+
+
+def _forwards_in(row: Iterable[Action]) -> Iterator[Action]:
+    for action in row:
+        if action.kind in _KEPT:
+            yield action.parts[0] if action.parts else action
+
+
+def _is_of_encoders(action: Action) -> bool:
+    """Whether an action encodes, or belongs to the first stage, whose forward calls components; and is no message."""
+    if action.component != FOUNDATION or action.stage is None:
+        return True
+    return action.stage == 0 and action.kind not in (Kind.SEND_F, Kind.RECV_F)

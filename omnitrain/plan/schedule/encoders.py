@@ -89,7 +89,7 @@ def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], d
 
 
 def with_weights(row: Sequence[Action]) -> Iterator[tuple[list[Action], Action, list[Action]]]:
-    """Yield each action of a rank with what comes before and after it, for the weights of the component it encodes.
+    """Yield each action of a rank with the actions before and after it, for the weights of the component it encodes.
 
     They are gathered for each of its passes, and its gradients are reduced after its last backward.
     """

@@ -180,8 +180,8 @@ class _Run:
 
     Attributes:
         events: the events of each rank so far.
-        facts: what has become true, and when.
-        waiting: what is not true yet -> the ranks that wait for it.
+        facts: fact that has become true -> when.
+        waiting: fact that is not true yet -> the ranks that wait for it.
         free: when the compute stream of each rank is free; ``link_free``: its communication stream.
         gathered: rank and stage -> when its weights are there.
     """
@@ -222,7 +222,7 @@ class _Run:
         self.ready.extend(self.waiting.pop(fact, ()))
 
     def _needs(self, rank: int, action: Action) -> Iterator[_Fact]:
-        """Yield what has to be true before an action can start."""
+        """Yield the facts that have to be true before an action can start."""
         if action.kind in SENDS:
             if action.stage is not None:
                 yield _fact(action, _MADE_BY[action.kind])

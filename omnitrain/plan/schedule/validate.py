@@ -31,7 +31,7 @@ class Problem(NamedTuple):
 
     Attributes:
         rank: pipeline rank where it shows.
-        message: what is wrong, with rank, action and what is missing.
+        message: the problem, with rank, action and missing action.
         actions: the actions that it is about, missing ones included.
     """
 
@@ -55,7 +55,7 @@ def validate(schedule: Schedule, *, lowered: bool = True) -> None:
 
 
 def problems_in(schedule: Schedule, *, lowered: bool = True) -> tuple[Problem, ...]:
-    """Return what is wrong with a schedule, without what would only follow from that.
+    """Return the problems of a schedule, without problems that only follow from others of them.
 
     A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
     ``W``), on the stage's rank. Each result that another rank needs is sent and received once, in the same order at

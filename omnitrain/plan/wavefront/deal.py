@@ -17,14 +17,14 @@ def deal(work: Sequence[float], load: Sequence[float], num_lanes: int, *, couple
     sums = [(0.0, 0.0)] * num_lanes  # load, work
     longest_first = sorted(range(len(work)), key=lambda s: (-work[s], s))
     if coupled:
-        batches = [longest_first[i : i + num_lanes] for i in range(0, len(work), num_lanes)]
+        batches = [(longest_first[i : i + num_lanes], 1) for i in range(0, len(work), num_lanes)]
         room = [len(batches)] * num_lanes
     else:
-        batches = [[s for s in longest_first if load[s] > 0], [s for s in longest_first if load[s] <= 0]]
+        fed, plain = [s for s in longest_first if load[s] > 0], [s for s in longest_first if load[s] <= 0]
+        batches = [(fed, 1), (plain, -1)]
         room = [len(work) // num_lanes + (k < len(work) % num_lanes) for k in range(num_lanes)]
-    for number, batch in enumerate(batches):
-        is_fed = coupled or number == 0
-        free = [((sums[k] if is_fed else sums[k][::-1]), k) for k in range(num_lanes) if room[k]]
+    for batch, direction in batches:  # of the comparison of sums: 1: by load, then work; -1: by work, then load
+        free = [(sums[k][::direction], k) for k in range(num_lanes) if room[k]]
         heapq.heapify(free)
         for sample in sorted(batch, key=lambda s: -load[s]):
             _, chosen = heapq.heappop(free)
@@ -32,5 +32,5 @@ def deal(work: Sequence[float], load: Sequence[float], num_lanes: int, *, couple
             room[chosen] -= 1
             sums[chosen] = (sums[chosen][0] + load[sample], sums[chosen][1] + work[sample])
             if room[chosen] and not coupled:  # a round has one sample of each lane
-                heapq.heappush(free, ((sums[chosen] if is_fed else sums[chosen][::-1]), chosen))
+                heapq.heappush(free, (sums[chosen][::direction], chosen))
     return lane

@@ -44,7 +44,7 @@ class Drawn(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOrder:
-    """Chooses who runs which micro-batch, and when. Picklable; the result is the same on all ranks.
+    """Chooses which rank runs which micro-batch, and when. Picklable; the result is the same on all ranks.
 
     Data-parallel ranks run their n-th micro-batches together (a round). Micro-batches stay on the rank that drew them,
     unless the step becomes shorter by more than 1 % if they are dealt anew.

@@ -1,4 +1,4 @@
-"""The numbers of ``omnitrain data stats``, in a terminal, in a notebook, on a page and in a file."""
+"""The numbers of ``omnitrain show --stats``, in a terminal, in a notebook, on a page and in a file."""
 
 from __future__ import annotations
 
@@ -144,13 +144,13 @@ class DataStats(Shown):
         by_source: dict[str, list[Measured]] = {}
         for row in sorted(every, key=lambda row: row.source):
             by_source.setdefault(row.source, []).append(row)
-        rows_per_step = train.micro_batches * (1.0 if packing is None else packing.rows_per_pack)
+        rows_per_step = train.packs_per_step * (1.0 if packing is None else packing.rows_per_pack)
         read = rows_read([*map(len, sources)], measured, recipe.data, train.steps, rows_per_step)
         packs = [] if packing is None else packing.packs
         return cls(
             name=name,
             steps=train.steps,
-            packs_per_step=train.micro_batches,
+            packs_per_step=train.packs_per_step,
             pack_tokens=room,
             data_sets=[
                 _data_set(source, rows, of_source / sum(read), None if packing is None else of_source / len(source))
@@ -158,7 +158,7 @@ class DataStats(Shown):
             ],
             sources=[_source(one, rows) for one, rows in by_source.items()],
             rejected=_rejected([row for row in every if isinstance(row, Rejected)]),
-            packing=None if packing is None else _packing(packing, room, train.micro_batches),
+            packing=None if packing is None else _packing(packing, room, train.packs_per_step),
             lengths=_histogram({one: list(map(len, _samples(rows))) for one, rows in by_source.items()}, None),
             fills=_histogram({"packs": [pack.num_tokens for pack in packs]}, room),
             unread=unread,

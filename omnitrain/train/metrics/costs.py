@@ -138,7 +138,7 @@ class Facts:
     ranks: int  # number of ranks
     workers: int  # the recipe's `data.workers`
     is_compiled: bool  # whether blocks are compiled
-    micro_batches: int  # packs of a step, over all ranks
+    packs_per_step: int  # packs of a step, over all ranks
     fill: float  # share of the packs' room that has tokens
     settings: Mapping[str, Mapping[str, Any]]  # component -> the fields of its plan that are set
     imbalance: Mapping[str, float]  # encoder -> cost on the busiest rank divided by the mean
@@ -165,7 +165,7 @@ def _within_a_rank(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.again()) >= 0.1:
         yield (
             f"the backward computes {share:.0%} of the time what the forward has computed: if memory is left, try "
-            "recompute: selective, or none, in parallel.default"
+            "memory.recompute: selective, or none, in parallel.default"
         )
 
 
@@ -177,8 +177,8 @@ def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
         )
     if (share := costs.share("all-to-all")) >= 0.1 and facts.settings.get("foundation", {}).get("ep", 1) != 1:
         yield (
-            f"the exchange of the experts' tokens takes {share:.0%}: parallel.components.foundation.expert_chunks=auto "
-            "overlaps it with their products"
+            f"the exchange of the experts' tokens takes {share:.0%}: "
+            "parallel.components.foundation.experts.chunks=auto overlaps it with their products"
         )
     for name, imbalance in facts.imbalance.items():
         place = facts.settings.get(name, {}).get("place", "local")
@@ -192,13 +192,13 @@ def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
 def _of_a_step(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share(OPTIMIZER)) >= 0.15:
         yield (
-            f"the optimizer takes {share:.0%}: train.micro_batches={2 * facts.micro_batches} updates once for twice as "
-            "many packs"
+            f"the optimizer takes {share:.0%}: train.packs_per_step={2 * facts.packs_per_step} updates once for twice "
+            "as many packs"
         )
     if facts.fill < 0.85:
         yield (
             f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
-            "epoch has few rows for each of the train.micro_batches packs, since no pack has rows of two epochs"
+            "epoch has few rows for each of the train.packs_per_step packs, since no pack has rows of two epochs"
         )
 
 

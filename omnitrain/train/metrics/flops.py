@@ -86,11 +86,12 @@ def follow_plan(counter: ModelFlops, plans: Mapping[str, ComponentPlan]) -> None
 
 
 def _recomputed(model: torch.nn.Module, plan: ComponentPlan, blocks: tuple[str, ...]) -> Recomputed | None:
-    if plan.recompute in ("full", "selective"):
-        return Recomputed(blocks, plan.saved_ops or ())
-    if plan.recompute != "parts":
+    memory = plan.memory
+    if memory.recomputes_blocks:
+        return Recomputed(blocks, memory.kept_ops or ())
+    if memory.mode != "parts":
         return None
-    parts, modules = plan.recomputed_parts or (), list[torch.nn.Module]()
+    parts, modules = memory.recomputed_parts or (), list[torch.nn.Module]()
     for name in blocks:
         block = model.get_submodule(name)
         if "attention" in parts:

@@ -94,7 +94,7 @@ class RunFolder:
     def __init__(self, recipe: Recipe) -> None:
         """Check ``recipe.output_dir``: a UserError if it cannot be created, or has files that belong to no run."""
         self.recipe, self.path = recipe, Path(recipe.output_dir)
-        kept = Retention(recipe.train.keep_last, recipe.train.keep_every, recipe.train.keep_best)
+        kept = Retention(recipe.train.save.keep_last, recipe.train.save.keep_every, recipe.train.save.keep_best)
         self.store = CheckpointStore(self.path / "checkpoints", kept)
         self._lock = FolderLock()
         _require_writable(self.path)
@@ -286,8 +286,7 @@ _MAY_CHANGE = (
     *("data.heldout", "data.workers", "data.cached_samples"),
     *("train.compile", "train.device", "train.precision", "train.cpu_threads", "train.steps"),
     *("train.log_every", "train.metrics", "train.callbacks", "train.trace", "train.track", "train.report"),
-    *("train.save_every", "train.async_save", "train.keep_last", "train.keep_every", "train.keep_best"),
-    *("train.early_stopping", "train.stop_seconds", "train.stall_seconds"),
+    *("train.save", "train.early_stopping", "train.stop_seconds", "train.stall_seconds"),
 )
 _LORA_KEYS = re.compile(r"parallel\.(default|components\.[^.]+)\.lora\b")
 

@@ -53,12 +53,12 @@ class Answerer:
         self.limit, self._seed = max_new_tokens, seed
         if guidance != 1 and not self._model.decoders:
             raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
-        of_images = {modality: name for modality, (name, _) in self._processor.writers.items()}.get("image")
-        if size is not None and of_images is None:
+        of_images = self._processor.writers.get("image", {})
+        if size is not None and not of_images:
             raise UserError(f"size {size!r}: the model writes no images; leave it out")
         self._sampling = {"text": Sampling(temperature=temperature)}
         for name, decoder in self._model.decoders.items():
-            own = size if name == of_images else None
+            own = size if name in of_images else None
             decoder.next_classes([], own)  # raises for a size that it cannot write
             self._sampling[name] = Sampling(temperature=temperature, guidance=guidance, size=own)
         self._folder = Path(output_dir)

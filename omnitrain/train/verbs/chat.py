@@ -1,4 +1,4 @@
-"""``omnitrain chat``: a conversation in the terminal, with a model that stays loaded."""
+"""``omnitrain generate --chat``: a conversation in the terminal, with a model that stays loaded."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _counted_in_steps(recipe: Recipe, problems: _Problems) -> Recipe:
     if counted is None:
         return recipe
     train = counted.train
-    console.print(f"{train.steps} steps of {train.micro_batches} packs (train.epochs, train.samples_per_step)")
+    console.print(f"{train.steps} steps of {train.packs_per_step} packs (train.epochs, train.samples_per_step)")
     return counted
 
 
@@ -248,9 +248,8 @@ def _trained_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> dic
     return {
         name: dtype
         for component, parameters in model.components.items()
-        if not (plans[component].optimizer_offload or plans[component].freeze)
-        and (precision := plans[component].precision) is not None
-        and (dtype := dtype_of(precision.param)) is not None
+        if not (plans[component].memory.offloads("optimizer") or plans[component].freeze)
+        and (dtype := dtype_of(plans[component].precision.param)) is not None
         for name, parameter in parameters.items()
         if parameter.requires_grad and name not in adapters and not must_stay_fp32(name)
     }

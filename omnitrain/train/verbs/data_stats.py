@@ -1,4 +1,4 @@
-"""``omnitrain data stats``: measure the data of a recipe as a run would read it."""
+"""``omnitrain show --stats``: measure the data of a recipe as a run would read it."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def _packing(
     """Fill packs as a run does; None: all rows were rejected."""
     if all(isinstance(row, Rejected) for rows in measured for row in rows):
         return None
-    slots = recipe.train.micro_batches if [*map(len, measured)] == [*map(len, sources)] else None
+    slots = recipe.train.packs_per_step if [*map(len, measured)] == [*map(len, sources)] else None
     return pack_measures(
         measured,
         recipe.data,
         budget,
         seed=recipe.train.seed,
-        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.micro_batches // (slots or 1)),
+        packs=min(_MOST_PACKS, recipe.train.steps * recipe.train.packs_per_step // (slots or 1)),
         alone=not contract.packs,
         slots=slots,
     )

@@ -14,6 +14,7 @@ from transformers import LlavaProcessor, PreTrainedModel
 from omnitrain.checkpoint.store import free_bytes, size_text
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.renderer import ChatRenderer
+from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.adapters.lora import merge_lora
 from omnitrain.models.encoders.vision import VisionAdapter
@@ -174,7 +175,9 @@ def _set_chat_template(processor: OmniProcessor) -> None:
     """Give the tokenizer the chat format of ``data.chat`` as a template, and its end token."""
     renderer = processor.renderer
     if isinstance(renderer, ChatRenderer):
-        starts = {modality: getattr(renderer.chat, modality) for modality in processor.start_tokens}
+        starts = {
+            modality: getattr(renderer.chat, modality) for modality in MODALITIES if modality in processor.start_tokens
+        }
         renderer.tokenizer.chat_template = template_of(renderer.chat, starts)
         renderer.tokenizer.eos_token = renderer.chat.end
 

@@ -1,4 +1,4 @@
-"""``omnitrain preview``: the first packs of a recipe, as the model gets them."""
+"""``omnitrain show --packs``: the first packs of a recipe, as the model gets them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Ste
         seed=recipe.train.seed,
         alone=not contract.packs,
         without_tails=contract.without_tails,
-        slots=recipe.train.micro_batches,
+        slots=recipe.train.packs_per_step,
         media_names=model.media_names,
     )
 

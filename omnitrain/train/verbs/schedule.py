@@ -1,4 +1,4 @@
-"""``omnitrain schedule``: show the pipeline schedule of a recipe, simulated without ranks and weights."""
+"""``omnitrain show --schedule``: show the pipeline schedule of a recipe, simulated without ranks and weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import Timeline, simulate
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PipelineSchedule, PlanError, Section
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanError, Section
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.build_from_recipe import build_without_tokenizer
 from omnitrain.train.device import mixed_precision
 from omnitrain.train.metrics.console import console
@@ -134,7 +135,7 @@ def show_schedule(
 ) -> dict[str, Any]:
     """Print the stages of a recipe's pipeline, where its components run, and its simulated step.
 
-    The time of a stage follows from its cost, the number of parameters that a token meets in it. A backward takes twice
+    The time of a stage follows from its cost, the number of its active parameters per token. A backward takes twice
     as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
     not part of the table. Every micro-batch has media for each encoder of a section, whose time follows from its number
     of parameters, as if it encoded as many tokens as the foundation reads.
@@ -188,8 +189,8 @@ def show_schedule(
 def _planned(recipe: Recipe, num_ranks: int | None) -> _Planned:
     if recipe.train.samples_per_step is not None:
         raise UserError(
-            f"train.samples_per_step: found {recipe.train.samples_per_step}, but `schedule` reads no data to find the "
-            "packs of a step; use train.samples_per_step=null train.micro_batches=N (`check` prints N)"
+            f"train.samples_per_step: found {recipe.train.samples_per_step}, but `show --schedule` reads no data to "
+            "find the packs of a step; use train.samples_per_step=null train.packs_per_step=N (`check` prints N)"
         )
     quiet_libraries()
     model = build_without_tokenizer(recipe)
@@ -228,7 +229,7 @@ def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
     if encodes_as_estimated:
         yield "encoders take as long as their parameters say, as if they encoded all tokens"
     for name in planned.topology.names("exchange"):
-        window = planned.plans[name].window
+        window = planned.plans[name].encode.window
         several = {"step": "all micro-batches of a step", "auto": "as many micro-batches as are fastest in simulation"}
         of = several.get(str(window), f"{window} micro-batch{'es' * (window != 1)} at a time")
         yield f"{name}: all pipeline ranks encode the items of {of} (not in these times)"

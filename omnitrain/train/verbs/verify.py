@@ -20,7 +20,8 @@ from omnitrain.parallel.verify.verify import VerifyReport
 from omnitrain.parallel.verify.verify import verify as verify_model
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import Precision
 from omnitrain.train.build_from_recipe import build_from_recipe, use_own_functions
 from omnitrain.train.metrics.display import quiet_libraries
 
@@ -132,11 +133,11 @@ def _own_plan(recipe: Recipe, precision: Precision | None) -> ParallelPlan:
     """Return the recipe's plan in these dtypes and not compiled, which would change rounding. None: fp32."""
 
     def exact(plan: ComponentPlan) -> ComponentPlan:
-        return plan.model_copy(update={"precision": None, "compile": None})
+        return plan.model_copy(update={"precision": Precision(), "compile": None})
 
     plan = recipe.parallel
     components = {name: exact(component_plan) for name, component_plan in plan.components.items()}
-    default = exact(plan.default).model_copy(update={"precision": precision})
+    default = exact(plan.default).model_copy(update={"precision": precision or Precision()})
     return plan.model_copy(update={"default": default, "components": components})
 
 

@@ -150,7 +150,7 @@ def test_rows_become_samples_with_a_processor_and_bad_ones_are_skipped(tmp_path:
     for dataset in (
         rows,
         records,
-        ot.open_sources([ot.DataSource(path=str(write_parquet(tmp_path / "r.parquet", rows)))])[0],
+        ot.data.open_sources([ot.recipe.DataSource(path=str(write_parquet(tmp_path / "r.parquet", rows)))])[0],
     ):
         loader = loader_of(dataset, collate_fn=None, processor=processor, shuffle=False)
         packs = [pack for packs in loader for pack in packs]
@@ -180,7 +180,7 @@ def test_messages_may_have_their_files() -> None:
 
 def test_all_pieces_of_a_long_document_are_trained(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("word " * 20)
-    (rows,) = ot.open_sources([ot.DataSource(path=str(tmp_path / "book.txt"))])
+    (rows,) = ot.data.open_sources([ot.recipe.DataSource(path=str(tmp_path / "book.txt"))])
     loader = loader_of(rows, collate_fn=None, processor=tiny_processor(tiny_model()), max_tokens=30)
     ((pack,),) = list(loader)
     assert pack.info.lengths == (11, 30, 30, 30) and pack.num_tokens == len("word " * 20) + 1

@@ -142,7 +142,7 @@ def test_every_row_is_trained_in_all_its_epochs_and_then_the_data_end(workers: i
 
 def test_data_that_are_too_few_for_a_step_are_named_before_the_first() -> None:
     few = loader(["web"], of_source={"web": {"epochs": 0.005}})  # a row, for two packs
-    message = r"but they are too few for the first step, which has 2 packs \(train\.micro_batches\); raise `epochs`"
+    message = r"but they are too few for the first step, which has 2 packs \(train\.packs_per_step\); raise `epochs`"
     with pytest.raises(DataError, match=message):
         next(iter(few))
 

@@ -35,7 +35,7 @@ def by_template() -> OmniProcessor:
     """The same components with the chat template of a tokenizer."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chatml()
-    renderer = ot.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
+    renderer = ot.data.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
     return OmniProcessor(renderer, *tiny_model().media_adapters())
 
 

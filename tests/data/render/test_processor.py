@@ -164,9 +164,10 @@ def test_a_start_token_of_several_tokens_is_refused() -> None:
         OmniProcessor(ChatRenderer(tiny_tokenizer(), chat), *model.media_adapters())
 
 
-def test_two_writers_of_one_modality_are_refused() -> None:
+def test_two_writers_after_one_start_token_are_refused() -> None:
     readers, writers = tiny_model().media_adapters()
-    with pytest.raises(UserError, match="'image_decoder' and 'second' both write image; keep one"):
+    expected = r"image_decoder and second write image after the same start token; set `data\.chat\.starts: {second: "
+    with pytest.raises(UserError, match=expected):
         OmniProcessor(
             ChatRenderer(tiny_tokenizer(), ChatFormat(**CHAT)),
             readers,

@@ -45,7 +45,7 @@ def model() -> OmniModel:
 def by_template(model: OmniModel) -> OmniProcessor:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = chatml(image="<img>")
-    renderer = ot.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
+    renderer = ot.data.TemplateRenderer(tokenizer, NativeInputs({}), starts=ChatFormat(**CHAT))
     return OmniProcessor(renderer, *model.media_adapters())
 
 
@@ -78,7 +78,7 @@ def test_a_chat_template_writes_both(model: OmniModel) -> None:
 
 def test_a_data_set_that_names_no_encoder_of_its_media_is_refused(model: OmniModel) -> None:
     row: Row = replace(tiny_row("image_to_text", 0), encoders=("audio_encoder",))
-    expected = r"none that reads image: found audio_encoder; expected some of pixels, semantic"
+    expected = r"`encoders` of the data set: found audio_encoder; expected some of pixels, semantic for image"
     with pytest.raises(UserError, match=expected):
         tiny_processor(model).sample(row)
 
@@ -97,7 +97,7 @@ def test_a_pack_of_samples_that_different_encoders_read_has_the_losses_of_each_a
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Beside it ``one``, its run in one process."""
-    path = tiny_recipe(tmp_path_factory.mktemp("two"), micro_batches=2)
+    path = tiny_recipe(tmp_path_factory.mktemp("two"), packs_per_step=2)
     tree = yaml.safe_load(path.read_text())
     tree["model"]["encoders"] = ENCODERS
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
@@ -117,7 +117,7 @@ def test_both_train_and_a_saved_model_reads_with_both(recipe: Path) -> None:
 
 
 def test_unknown_encoders_of_a_data_set_are_refused(recipe: Path) -> None:
-    with pytest.raises(UserError, match=r"data\.train\.0\.encoders: 'pixel' is no encoder; did you mean `pixels`"):
+    with pytest.raises(UserError, match=r"data\.train\.0\.encoders: unknown name 'pixel'; did you mean `pixels`"):
         Trainer(Recipe.load(str(recipe), ["data.train.0.encoders=[pixel]"]))
 
 

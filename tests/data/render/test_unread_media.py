@@ -22,7 +22,7 @@ from tests.tiny import png, tiny_recipe, tiny_row, write_parquet
 
 LLAVA = {"id": "a", "image": "cat.jpg", "conversations": [{"from": "human", "value": "<image>\nwhat?"}]}
 SEES = {"readers": {"image": {"image_encoder": None}, "video": {"image_encoder": None}}}
-DRAWS = {"writers": {"image": ("image_decoder", None)}}
+DRAWS = {"writers": {"image": {"image_decoder": None}}}
 READS_NATIVELY = {"native": {"image", "video"}}
 OWN = {"columns": {"messages": "conversations"}}
 

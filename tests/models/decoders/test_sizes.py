@@ -142,7 +142,7 @@ def test_impossible_sizes_are_refused_in_words(model: OmniModel) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe of a run with images of three sizes, beside it ``one``, the run in one process."""
     folder = tmp_path_factory.mktemp("sizes")
-    path = tiny_recipe(folder, text_only=True, evaluated=True, micro_batches=2)
+    path = tiny_recipe(folder, text_only=True, evaluated=True, packs_per_step=2)
     recipe = yaml.safe_load(path.read_text())
     recipe["model"]["decoders"] = {"image_decoder": EMU3}
     recipe["evaluation"] |= {"max_new_tokens": 40, "sampling": {"image_decoder": {"size": "8x16"}}}

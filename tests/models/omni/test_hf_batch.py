@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ot.OmniModel:
 @pytest.fixture(scope="module")
 def samples(model: ot.OmniModel) -> list[ot.Sample]:
     """Without, with one and with two images."""
-    processor = ot.OmniProcessor(ot.TemplateRenderer(llava()[0], model.native_inputs), {}, {})
+    processor = ot.OmniProcessor(ot.data.TemplateRenderer(llava()[0], model.native_inputs), {}, {})
     rows = [tiny_row(task, seed) for seed, task in enumerate(("image_to_text", "text", "images_to_text", "text"))]
     return [processor.sample(row, index) for index, row in enumerate(rows)]
 

@@ -17,7 +17,7 @@ from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
-from omnitrain.ops.attention.choose import attention_report, choose
+from omnitrain.ops.attention.choose import CHOSEN, choose
 from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call, MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows
 
@@ -322,8 +322,11 @@ class TinyLayer(torch.nn.Module):
 def test_auto_takes_the_fastest_that_honours_the_call_and_says_so(mask: str, feature: str, expected: str) -> None:
     call = make_call(mask, feature)
     assert choose(TinyLayer(), call, "auto").name == expected
-    rows = [row for row in attention_report() if row.module == "TinyLayer" and row.needs == tuple(sorted(call.needs))]
-    assert [(row.backend, row.asked, row.device, row.dtype) for row in rows] == [(expected, "auto", "cpu", "float32")]
+    assert {
+        (used.name, asked, device, dtype)
+        for (module, asked, needs, device, dtype, *_), used in CHOSEN.items()
+        if module == "TinyLayer" and needs == call.needs
+    } == {(expected, "auto", "cpu", torch.float32)}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import spec
-from omnitrain.ops.attention.choose import attention_report
-from omnitrain.ops.attention.hf_arguments import HONOURED, IRRELEVANT
+from omnitrain.ops.attention.choose import CHOSEN
+from omnitrain.ops.attention.entry import HONOURED, IRRELEVANT
 from omnitrain.ops.attention.install import ATTENTION_NAME
 from omnitrain.ops.attention.packed_context import packed, packed_sequence
 from omnitrain.ops.attention.spec import MaskSpec
@@ -189,7 +189,7 @@ def test_sinks_and_soft_cap_reach_the_backend() -> None:
     assert close(low, plain)
     assert high.abs().max() < 1e-30
     assert (capped - plain).abs().max() > 0.1
-    assert {"reference", "sdpa"} <= {row.backend for row in attention_report() if row.module == "CausalLayer"}
+    assert {"reference", "sdpa"} <= {used.name for (module, *_), used in CHOSEN.items() if module == "CausalLayer"}
 
 
 def test_a_layer_that_contradicts_its_mask_is_refused() -> None:

@@ -33,7 +33,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.choose import attention_report
+from omnitrain.ops.attention.choose import CHOSEN
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import packed
 
@@ -297,7 +297,7 @@ def test_a_tower_hands_over_its_offsets_and_computes_the_same_bit_for_bit() -> N
         use_omnitrain_attention(tower)
         found = tower(patches, grid_thw=grids).last_hidden_state
     assert torch.equal(found, expected)
-    assert "Qwen2_5_VLVisionAttention" in {row.module for row in attention_report()}
+    assert "Qwen2_5_VLVisionAttention" in {module for module, *_ in CHOSEN}
 
 
 def test_two_models_keep_their_own_backends() -> None:
@@ -307,7 +307,7 @@ def test_two_models_keep_their_own_backends() -> None:
     ids = draw_ids(1, OFFSETS[-1])
     in_one_row(one, ids)
     in_one_row(other, ids)
-    rows = {row.asked: row.backend for row in attention_report() if row.module == "Qwen3Attention"}
+    rows = {asked: used.name for (module, asked, *_), used in CHOSEN.items() if module == "Qwen3Attention"}
     assert rows.items() >= {"reference": "reference", "sdpa": "sdpa"}.items()
     names = (model.config._attn_implementation for model in (one, other))
     assert tuple(names) == ("omnitrain_flash_reference", "omnitrain_flash_sdpa")

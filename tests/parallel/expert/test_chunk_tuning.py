@@ -51,17 +51,18 @@ def test_each_component_gets_the_number_that_is_fastest_for_it(monkeypatch: pyte
 
 
 def test_numbers_that_were_measured_take_the_place_of_auto_and_of_nothing_else() -> None:
-    auto, two = ComponentPlan(expert_chunks="auto"), ComponentPlan(expert_chunks=2)
+    auto, two = ComponentPlan(experts={"chunks": "auto"}), ComponentPlan(experts={"chunks": 2})
     plan = ParallelPlan(default=auto, components={"a": auto, "b": two})
     found = plan.with_expert_chunks({"a": 8, "foundation": 4, "c": 1})
-    assert found.default.expert_chunks == 4
-    assert {name: own.expert_chunks for name, own in found.components.items()} == {"a": 8, "b": 2, "c": 1}
+    assert found.default.experts.chunks is None
+    numbers = {name: own.experts.chunks for name, own in found.components.items()}
+    assert numbers == {"a": 8, "b": 2, "foundation": 4, "c": 1}
 
 
 def taken(earlier: dict[str, int]) -> tuple[set[int], dict[str, int] | None, set[int]]:
     """With two experts per rank: chunks as laid out, what is left of a number found earlier, and chunks then."""
     built = build_omni_model(foundation=factories.qwen3_moe())
-    model = laid_out({"ep": 2, "expert_chunks": "auto"}, state={"ep_size": 2}, model=built)
+    model = laid_out({"ep": 2, "experts": {"chunks": "auto"}}, state={"ep_size": 2}, model=built)
     dispatchers = ExpertChunks(model)._dispatchers["foundation"]
     before = {dispatcher.chunks for dispatcher in dispatchers}
     return before, ExpertChunks(model, earlier).settled, {dispatcher.chunks for dispatcher in dispatchers}

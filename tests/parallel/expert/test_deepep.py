@@ -25,7 +25,7 @@ def trained(factory: str, by_deepep: bool) -> tuple[torch.Tensor, dict[str, torc
     """Loss and gradients of a pack, which is longer on the second rank; bytes sent by the first layer."""
     model = getattr(factories, factory)()
     own = samples_of(model)
-    plan = {"ep": 2, "recompute": "full"}
+    plan = {"ep": 2, "memory": {"recompute": "full"}}
     omni = laid_out(plan, state={"ep_size": 2}, model=build_omni_model(foundation=model).train())
     if by_deepep:
         buffer = deepep_stand_in.Buffer(layout_of(omni).state.ep_mesh.get_group())

@@ -44,17 +44,18 @@ def check(ranks: RankPool, factory: str, layout: str, plans: list[dict[str, Any]
 
 
 def test_overlap_changes_no_bit(ranks: RankPool) -> None:
-    check(ranks, "moe_of_32_experts", "dp4.ep2", [{"expert_chunks": 3}])
+    check(ranks, "moe_of_32_experts", "dp4.ep2", [{"experts": {"chunks": 3}}])
 
 
 def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPool) -> None:
-    plan = {"expert_chunks": 4, "delay_wgrad": True, "recompute": "full", "activation_offload": True}
+    plan = {"experts": {"chunks": 4, "delay_wgrad": True}, "memory": {"recompute": "full", "offload": ["activations"]}}
     check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", [plan])
 
 
 def test_parts_that_are_computed_again_and_tensors_in_host_memory_change_no_bit(ranks: RankPool) -> None:
-    plan = {"expert_chunks": 4, "recompute": "parts", "offloaded_tensors": ["dispatched_rows", "mlp_input"]}
-    check(ranks, "moe_with_shared_experts", "dp4.ep4", [{**plan, "delay_wgrad": True}])
+    memory = {"recompute": "parts", "offload": ["dispatched_rows", "mlp_input"]}
+    plan = {"experts": {"chunks": 4, "delay_wgrad": True}, "memory": memory}
+    check(ranks, "moe_with_shared_experts", "dp4.ep4", [plan])
 
 
 @pytest.mark.slow
@@ -64,7 +65,10 @@ def test_no_mixture_of_overlap_delay_recompute_and_offload_changes_a_bit(
     ranks: RankPool, factory: str, layout: str
 ) -> None:
     plans = [
-        {"expert_chunks": chunks, "delay_wgrad": delay, "recompute": recompute, "activation_offload": offload}
+        {
+            "experts": {"chunks": chunks, "delay_wgrad": delay},
+            "memory": {"recompute": recompute, "offload": ["activations"] * offload},
+        }
         for chunks in range(1, 9)
         for delay in (False, True)
         for recompute in ("none", "full")

@@ -63,7 +63,9 @@ def test_biases_and_layouts_of_gpt_oss_train_as_in_one_process(ranks: RankPool) 
 def test_experts_that_a_rank_without_images_leaves_out_are_no_hang(ranks: RankPool) -> None:
     samples = hf_samples("ernie4_5_vl_moe")
     text, images = ([s for s in samples if ("pixel_values" in s) == has_images] for has_images in (False, True))
-    selective = ot.ParallelPlan(default=ot.ComponentPlan(dp_shard=2, ep=2, recompute="selective"))  # units in a block
+    selective = ot.ParallelPlan(
+        default=ot.ComponentPlan(dp_shard=2, ep=2, memory={"recompute": "selective"})
+    )  # units in a block
     check(ranks, "ernie4_5_vl_moe", [text[0], images[0], text[1], images[1]], [selective])
 
 
@@ -108,7 +110,7 @@ def placements() -> dict[str, Any]:
         "placements": weight.placements,
         "mesh": weight.device_mesh.mesh_dim_names,
         "own": weight.to_local().size(0),
-        "row": ot.layout_of(model).table(model)[0].mesh,
+        "row": ot.parallel.layout_of(model).table(model)[0].mesh,
         "dense": model.foundation.model.layers[0].self_attn.q_proj.weight.device_mesh.mesh_dim_names,
         "gradients": [float(full(weight.grad)[expert].abs().max()) for expert in range(4)],
     }
@@ -130,7 +132,7 @@ def products(**plan: Any) -> int:
 
 
 def products_by_bound() -> tuple[int, int]:
-    return products(), products(expert_rows=4)
+    return products(), products(experts={"rows": 4})
 
 
 def rows_computed(tp: int) -> tuple[int, int]:
@@ -152,7 +154,7 @@ def test_tensor_parallel_ranks_share_the_tokens_of_experts(ranks: RankPool) -> N
 
 def exchanges(recompute: str) -> tuple[int, int, int]:
     """All-to-alls of a forward and of its backward; bytes that it says it sent in forwards."""
-    model, pack = laid_out_moe(ep=2, recompute=recompute)
+    model, pack = laid_out_moe(ep=2, memory={"recompute": recompute})
     with counted() as forward:
         loss = total(model(pack))
     with counted() as backward:
@@ -203,7 +205,9 @@ def test_weights_and_optimizer_state_do_not_know_the_layout(ranks: RankPool, tmp
 
 
 def test_a_bound_on_rows_changes_nothing(ranks: RankPool) -> None:
-    plan = ot.ParallelPlan(default=ot.ComponentPlan(dp_shard=2, ep=2, expert_rows=16, recompute="full"))
+    plan = ot.ParallelPlan(
+        default=ot.ComponentPlan(dp_shard=2, ep=2, experts={"rows": 16}, memory={"recompute": "full"})
+    )
     report = verify("tests.parallel.factories:lopsided_moe", text_samples(3), [plan], pool=ranks, timeout_s=120)
     assert [row.status for row in report.rows] == ["equal"], str(report)
     whole, bounded = ranks.run(products_by_bound, timeout_s=60, world=2)[0]

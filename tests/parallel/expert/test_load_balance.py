@@ -16,8 +16,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.discovery import discover
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.ops.experts.balance_loss import counts_per_sample, micro_batch_balance, sample_balance
-from omnitrain.parallel.expert.load_balance import RouterMonitor
+from omnitrain.parallel.expert.load_balance import RouterMonitor, counts_per_sample, micro_batch_balance, sample_balance
 from omnitrain.parallel.expert.routing_record import RoutingFiles, RoutingOfRun
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients

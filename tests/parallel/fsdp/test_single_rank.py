@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from omnitrain.parallel.fsdp.single_rank import skip_copy_in_out
+from omnitrain.parallel.fsdp.shard import skip_copy_in_out
 from omnitrain.parallel.spawn.pool import RankPool
 
 WIDTH = 64

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.fsdp.summon import gathered
+from omnitrain.parallel.fsdp.units import gathered
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state

@@ -26,10 +26,16 @@ from tests.parallel import factories
 from tests.parallel.laid_out import full
 from tests.peaks import peak_bytes
 
-PRECISION = ot.Precision(param="bfloat16")
+PRECISION = ot.recipe.Precision(param="bfloat16")
 LAYOUTS = [
-    ("any_to_any", ot.ComponentPlan(dp_replicate=2, mode="hsdp", parameter_offload=True, precision=PRECISION), 4),
-    pytest.param("moe_with_shared_experts", ot.ComponentPlan(tp=2, ep=2, expert_chunks=2), 4, marks=pytest.mark.slow),
+    (
+        "any_to_any",
+        ot.ComponentPlan(dp_replicate=2, mode="hsdp", memory={"offload": ["parameters"]}, precision=PRECISION),
+        4,
+    ),
+    pytest.param(
+        "moe_with_shared_experts", ot.ComponentPlan(tp=2, ep=2, experts={"chunks": 2}), 4, marks=pytest.mark.slow
+    ),
     ("qwen3_moe_with_adapters", ot.ComponentPlan(ep=2), 2),
 ]
 

@@ -22,7 +22,7 @@ from tests.parallel.expert.test_experts import samples_of
 from tests.parallel.laid_out import gradients, laid_out, total
 from tests.peaks import peak_bytes
 
-OURS = {"expert_rows": 1_000_000}  # the products of omnitrain, all at once
+OURS = {"experts": {"rows": 1_000_000}}  # the products of omnitrain, all at once
 LAYERS, HIDDEN, INNER, TOP_K, ITEMSIZE = 2, 64, 32, 2, 4
 
 
@@ -47,7 +47,7 @@ def stepped(plan: Mapping[str, Any]) -> tuple[ot.OmniModel, int, int, dict[str, 
 
 def test_what_lies_between_the_products_of_experts_is_computed_again() -> None:
     _, tokens, plain, expected = stepped(OURS)
-    _, _, kept, found = stepped({**OURS, "recompute": "parts", "recomputed_parts": ["expert_activation"]})
+    _, _, kept, found = stepped({**OURS, "memory": {"recompute": {"parts": ["expert_activation"]}}})
     rows = tokens * TOP_K
     assert plain - kept >= LAYERS * rows * INNER * ITEMSIZE  # at least the second product's input
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
@@ -56,7 +56,7 @@ def test_what_lies_between_the_products_of_experts_is_computed_again() -> None:
 @pytest.mark.parametrize("part", ["attention", "router"])
 def test_of_attention_and_routers_only_the_inputs_wait(part: str) -> None:
     _, _, plain, expected = stepped(OURS)
-    _, _, kept, found = stepped({**OURS, "recompute": "parts", "recomputed_parts": [part]})
+    _, _, kept, found = stepped({**OURS, "memory": {"recompute": {"parts": [part]}}})
     assert kept < plain
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
@@ -65,8 +65,8 @@ def test_named_tensors_wait_in_host_memory() -> None:
     _, tokens, _, expected = stepped(OURS)
     rows_of = {"dispatched_rows": TOP_K, "mlp_input": 1}
     for names in (["dispatched_rows"], ["mlp_input"], ["dispatched_rows", "mlp_input"]):
-        omni, _, _, found = stepped({**OURS, "offloaded_tensors": names})
-        offload = ot.layout_of(omni).components["foundation"].activations
+        omni, _, _, found = stepped({**OURS, "memory": {"offload": names}})
+        offload = ot.parallel.layout_of(omni).components["foundation"].activations
         assert offload.num_bytes == LAYERS * tokens * sum(rows_of[name] for name in names) * HIDDEN * ITEMSIZE
         assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
@@ -89,9 +89,9 @@ def test_the_peak_falls_by_what_waits_in_host_memory(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ActivationOffload, "back", lambda _, host: (torch.from_numpy(host).clone(), None))
     each, both = [(["dispatched_rows"], TOP_K), (["mlp_input"], 1)], (["dispatched_rows", "mlp_input"], TOP_K + 1)
     for beside, offloaded in (({}, [*each, both]), ({"recompute": "parts"}, [both])):
-        plain, of_rows = peak_of_a_step(beside)
+        plain, of_rows = peak_of_a_step({"memory": beside})
         for names, rows in offloaded:
-            peak, _ = peak_of_a_step({**beside, "offloaded_tensors": names})
+            peak, _ = peak_of_a_step({"memory": {**beside, "offload": names}})
             assert plain - peak == pytest.approx(rows * of_rows, rel=0.1), (names, beside)
 
 

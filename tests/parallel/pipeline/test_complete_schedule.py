@@ -11,7 +11,7 @@ from omnitrain.parallel.pipeline.apply import complete_schedule
 from omnitrain.plan.schedule.actions import Kind, Schedule
 from omnitrain.plan.schedule.generators import KINDS
 from omnitrain.plan.schedule.lower import lower
-from omnitrain.recipe.parallel import PipelineSchedule
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ Mutant = tuple[int, str, float]  # rank, parameter, factor of its gradient
 
 def optimizer_of(model: OmniModel, row: Row) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    layout = ot.layout_of(model)
+    layout = ot.parallel.layout_of(model)
     offloaded = layout.offloaded(model)
     if row.optimizer == "sgd":
         make = partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM)
@@ -74,7 +74,7 @@ def _train(
     plan = row.plan()
     state = init_state_of(plan)
     model = ot.build_parallelize_model(build(row), parallel_plan=plan, enable_mixed_precision=None)
-    layout, planner, optimizer = ot.layout_of(model), ot.step_planner(model), optimizer_of(model, row)
+    layout, planner, optimizer = ot.parallel.layout_of(model), ot.step_planner(model), optimizer_of(model, row)
     reads = state.section == MAIN
     batches = [planner(packs_of(model, samples, cells[state.dp_rank]) if reads else []) for cells in steps]
     outcome, before = Outcome(), _whole({name: p.detach() for name, p in model.named_parameters()})

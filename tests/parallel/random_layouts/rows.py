@@ -196,20 +196,20 @@ class Row(NamedTuple):
         plan, trained = self.parsed.plan(), TRAINED[self.trained]
         own: dict[str, dict[str, Any]] = {"foundation": {}}
         for word in self.words:
-            own["foundation"] |= SETTINGS[word]
+            own["foundation"] = _merged(own["foundation"], SETTINGS[word])
         in_main = [name for name in FAMILIES[self.model].encoders if plan.section_of(name) == "main"]
         own |= {name: self._fields_of_place() for name in in_main if not self._is_divided(name)}
         if "calls" in self.words:
             for name in FAMILIES[self.model].encoders:
                 if not self._is_divided(name):
-                    own.setdefault(name, {})["call_elements"] = 400
+                    own[name] = _merged(own.get(name, {}), {"encode": {"call_elements": 400}})
         for name in self.components(trained.planned):
             own.setdefault(name, {})["lora"] = trained.adapters
         for name in self.components(trained.frozen):
             own.setdefault(name, {})["freeze"] = True
         default = plan.default
         if self.precision != "fp32":
-            default = ComponentPlan(**_set(default), precision={self.precision: "bfloat16"})
+            default = default.changed({f"precision.{self.precision}": "bfloat16"})
         components = {name: ComponentPlan(**fields) for name, fields in own.items() if fields}
         return ParallelPlan(default=default, components=components, sections=plan.sections)
 
@@ -220,7 +220,7 @@ class Row(NamedTuple):
         if place == "replicate":
             return {"mode": "replicate"}
         found: dict[str, Any] = {"place": place} if place else {}
-        return found | ({"window": int(window) if window.isdecimal() else window} if window else {})
+        return found | ({"encode": {"window": int(window) if window.isdecimal() else window}} if window else {})
 
     def _is_divided(self, encoder: str) -> bool:
         return encoder in self.parsed.plan().divided_encoders()
@@ -254,12 +254,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compile": {"compile": True},
     "sequence": {"sequence_parallel": True},
     "async": {"async_ulysses": True},
-    "chunks": {"expert_chunks": 2},
-    "delay": {"delay_wgrad": True},
-    "rows": {"expert_rows": 8},
-    "parts": {"recompute": "parts"},
-    "selective": {"recompute": "selective"},
-    "tensors": {"offloaded_tensors": ["mlp_input"]},
+    "chunks": {"experts": {"chunks": 2}},
+    "delay": {"experts": {"delay_wgrad": True}},
+    "rows": {"experts": {"rows": 8}},
+    "parts": {"memory": {"recompute": "parts"}},
+    "selective": {"memory": {"recompute": "selective"}},
+    "tensors": {"memory": {"offload": ["mlp_input"]}},
     "clip": {},
     "calls": {},
     "deal": {"place": "world"},
@@ -268,8 +268,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _set(plan: ComponentPlan) -> dict[str, Any]:
-    return {name: value for name in type(plan).model_fields if (value := getattr(plan, name)) is not None}
+def _merged(fields: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Both, with the keys of both in a group."""
+    groups = {key: {**fields[key], **value} for key, value in more.items() if key in fields and isinstance(value, dict)}
+    return {**fields, **more, **groups}
 
 
 def draw(seed: int, number: int, optimizers: Sequence[str] = ("sgd", "adamw", "muon")) -> list[Row]:

@@ -61,13 +61,16 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
         (plan(dp_replicate=2, dp_shard=4), r"must be 4: one of 4 x 1, 2 x 2, 1 x 4"),
         (plan(mode="hsdp"), r"components.image_encoder.mode: hsdp needs dp_replicate or dp_shard"),
         (plan("image_encodr"), r"components.image_encodr: unknown component; did you mean `image_encoder`"),
-        (plan("image_decoder", recompute="full"), r"recompute: the component has no blocks"),
-        (plan("image_decoder", activation_offload=True), r"activation_offload: the component has no blocks"),
+        (plan("image_decoder", memory={"recompute": "full"}), r"recompute: the component has no blocks"),
+        (
+            plan("image_decoder", memory={"offload": ["activations"]}),
+            r"memory.offload: the component has no blocks",
+        ),
         (plan(compile=True), r"only the foundation can be compiled"),
-        (plan("foundation", compile=True, activation_offload=True), r"compiled blocks cannot offload"),
+        (plan("foundation", compile=True, memory={"offload": ["activations"]}), r"compiled blocks cannot offload"),
         (plan("foundation", dp_replicate=2), r"found 2 x 2 .* but the parallel state has 1 x 4"),
         (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
-        (plan(recompute="selective", saved_ops=["aten.nothing"]), r"torch has no op 'aten.nothing'; expected one such"),
+        (plan(memory={"recompute": {"keep": ["aten.nothing"]}}), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
         (
             plan(ulysses=2),
@@ -80,14 +83,20 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
             ot.ParallelPlan(ep_plan={"layers.*.mlp.up_proj.weight": 0}),
             r"matches no weights of experts; the model has none",
         ),
-        (plan(expert_rows=8), r"image_encoder.expert_rows: found 8, but the component has no experts; remove it"),
-        (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
-        (by_default(expert_chunks=2), r"default.expert_chunks: found 2, but no component has expert parallelism"),
-        (by_default(expert_rows=8), r"default.expert_rows: found 8, but no component has experts; remove it"),
-        (by_default(offloaded_tensors=["mlp_input"]), r"default.offloaded_tensors: found .* has experts and keeps"),
         (
-            by_default(recompute="parts", recomputed_parts=["router"]),
-            r"default.recomputed_parts: found \['router'\], but no component has such parts; remove it",
+            plan(experts={"rows": 8}),
+            r"image_encoder.experts.rows: found 8, but the component has no experts; remove it",
+        ),
+        (plan(ep=2), r"components.image_encoder.ep: found 2, but the component has no experts; use 1"),
+        (
+            by_default(experts={"chunks": 2}),
+            r"default.experts.chunks: found 2, but no component has expert parallelism",
+        ),
+        (by_default(experts={"rows": 8}), r"default.experts.rows: found 8, but no component has experts; remove it"),
+        (by_default(memory={"offload": ["mlp_input"]}), r"default.memory.offload: found .* has experts and keeps"),
+        (
+            by_default(memory={"recompute": {"parts": ["router"]}}),
+            r"default.memory.recompute: found \['router'\], but no component has such parts; remove it",
         ),
     ],
 )
@@ -117,8 +126,8 @@ def moe() -> ot.OmniModel:
     return build_omni_model(foundation=qwen3_moe_with_six_experts())
 
 
-ONE_CHUNK_TOO_MANY = {"default": {"expert_chunks": 4}}
-NOTHING_TO_MEASURE = {"components": {"foundation": {"expert_chunks": "auto"}}}
+ONE_CHUNK_TOO_MANY = {"default": {"experts": {"chunks": 4}}}
+NOTHING_TO_MEASURE = {"components": {"foundation": {"experts": {"chunks": "auto"}}}}
 EXPERTS = "foundation.model.layers.0.mlp.experts"
 
 
@@ -126,8 +135,8 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
     ("refused", "ep", "message"),
     [
         ({"default": {"ep": 4}}, 4, rf"default.ep: found 4, .* the 6 experts of {EXPERTS}; 1, 2, 3, 6 would"),
-        (ONE_CHUNK_TOO_MANY, 2, r"default.expert_chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
-        (NOTHING_TO_MEASURE, 1, r"foundation.expert_chunks: found auto with ep 1, where it does nothing; remove it"),
+        (ONE_CHUNK_TOO_MANY, 2, r"default.experts.chunks: found 4, but a rank has 3 experts of a layer; use 1 to 3"),
+        (NOTHING_TO_MEASURE, 1, r"foundation.experts.chunks: found auto with ep 1, where it does nothing; remove it"),
         (
             {"default": {"ep": 4}},
             2,
@@ -137,11 +146,15 @@ EXPERTS = "foundation.model.layers.0.mlp.experts"
         ({"ep_plan": {"mlp.experts.gate_up": 0}}, 2, r"matches no name; did you mean `mlp.experts.gate_up_proj`"),
         ({"ep_plan": {"experts.gate_up_proj": 0}}, 2, rf"matches only some weights of {EXPERTS}; add .*down_proj"),
         (
-            {"default": {"ep": 2, "expert_dispatcher": "deepep"}},
+            {"default": {"ep": 2, "experts": {"dispatcher": "deepep"}}},
             2,
-            r"default.expert_dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
+            r"default.experts.dispatcher: found deepep, but deep_ep is not installed; use torch, or auto to fall back",
         ),
-        ({"components": {"foundation": {"expert_dispatcher": "auto"}}}, 1, r"found auto with ep 1, where it does"),
+        (
+            {"components": {"foundation": {"experts": {"dispatcher": "auto"}}}},
+            1,
+            r"found auto with ep 1, where it does",
+        ),
         ({"ep_plan": {"experts.*": 0}}, 1, r"ep_plan: found with ep 1, where it does nothing; set ep above 1, or"),
         ({"ep_plan": {"experts.*": 1}}, 2, r"found dimension 1 for `experts.\*`; dimension 0 of .* is the expert"),
     ],
@@ -168,9 +181,9 @@ def test_a_named_backend_stays_under_a_plan_and_one_that_computes_all_rows_at_on
     bound_rows(model, expert_layers(model)["foundation"], None)
     assert {backend_of(module) for _, module in experts_in(model)} == {"grouped_mm"}
     with pytest.raises(
-        UserError, match=r"default.expert_rows: found 8, but experts backend grouped_mm does not support"
+        UserError, match=r"default.experts.rows: found 8, but experts backend grouped_mm does not support"
     ):
-        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(expert_rows=8)))
+        resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(experts={"rows": 8})))
 
 
 def test_globs_choose_the_layers_whose_experts_are_spread(moe: ot.OmniModel) -> None:
@@ -195,8 +208,8 @@ def test_globs_of_projections_that_transformers_fuses_match_the_fused_weights(mo
 
 
 def test_a_dispatcher_that_is_not_there_is_left_out_where_any_will_do(moe: ot.OmniModel) -> None:
-    wanted = ot.ParallelPlan(default=ot.ComponentPlan(ep=2, expert_dispatcher="auto"))
-    assert resolve(moe, wanted, ep=2)["foundation"].expert_dispatcher == "torch"
+    wanted = ot.ParallelPlan(default=ot.ComponentPlan(ep=2, experts={"dispatcher": "auto"}))
+    assert resolve(moe, wanted, ep=2)["foundation"].experts.dispatcher == "torch"
 
 
 def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,53 +229,57 @@ def test_without_globs_the_plan_that_the_model_comes_with_chooses_the_layers(mon
 def test_experts_of_another_backend_cannot_leave_gradients_for_later() -> None:
     model = build_omni_model(foundation=moe_of_32_experts())
     use_omnitrain_experts(model, "grouped_mm")
-    with pytest.raises(UserError, match=r"default.delay_wgrad: found true, but experts backend grouped_mm"):
-        resolve(model, by_default(ep=4, delay_wgrad=True), ep=4)
+    with pytest.raises(UserError, match=r"default.experts.delay_wgrad: found true, but experts backend grouped_mm"):
+        resolve(model, by_default(ep=4, experts={"delay_wgrad": True}), ep=4)
 
 
 def test_chunks_are_counted_where_the_experts_can_be_spread_and_only_if_asked_for() -> None:
     model = build_omni_model(foundation=qwen3_moe_with_two_experts())
     with pytest.raises(UserError, match=r"1 problem in .*:\n.*ep: found 4, which does not divide the 2 experts"):
         resolve(model, by_default(ep=4), ep=4)
-    with pytest.raises(UserError, match=r"expert_chunks: found 2, but a rank has 1 experts of a layer; use 1 to 1"):
-        resolve(model, by_default(ep=2, expert_chunks=2), ep=2)
+    with pytest.raises(UserError, match=r"experts.chunks: found 2, but a rank has 1 experts of a layer; use 1 to 1"):
+        resolve(model, by_default(ep=2, experts={"chunks": 2}), ep=2)
 
 
 def test_routers_that_a_model_does_not_declare_cannot_be_named() -> None:
     model = build_omni_model(foundation=ernie4_5_vl_moe())
-    with pytest.raises(UserError, match=r"default.recomputed_parts: found router, but Ernie.* declares no router of"):
-        resolve(model, by_default(recompute="parts"))
+    with pytest.raises(UserError, match=r"default.memory.recompute: found router, but Ernie.* declares no router of"):
+        resolve(model, by_default(memory={"recompute": "parts"}))
     parts = ["attention", "expert_activation"]
-    found = resolve(model, by_default(recompute="parts", recomputed_parts=parts))
-    assert found["foundation"].recomputed_parts == parts and found["image_encoder"].recomputed_parts == ["attention"]
+    found = resolve(model, by_default(memory={"recompute": {"parts": parts}}))
+    assert [found[name].memory.recomputed_parts for name in ("foundation", "image_encoder")] == [parts, ["attention"]]
 
 
 def test_a_default_for_experts_gives_way_to_what_a_component_says() -> None:
     model = build_omni_model(foundation=qwen3_vl_moe())
-    default = ot.ComponentPlan(offloaded_tensors=["mlp_input"])
-    for own in ({"recompute": "full"}, {"activation_offload": True}):
+    default = ot.ComponentPlan(memory={"offload": ["mlp_input"]})
+    for own in ({"memory": {"recompute": "full"}}, {"memory": {"offload": ["activations"]}}):
         given = ot.ParallelPlan(default=default, components={"image_encoder": ot.ComponentPlan(**own)})
         found = resolve(model, given)
-        assert found["foundation"].offloaded_tensors and not found["image_encoder"].offloaded_tensors
-    with pytest.raises(ValidationError, match=r"components.foundation.offloaded_tensors\s+set with `recompute: full`"):
-        ot.ParallelPlan(default=ot.ComponentPlan(recompute="full"), components={"foundation": default})
+        assert found["foundation"].memory.offloaded_tensors and not found["image_encoder"].memory.offloaded_tensors
+    with pytest.raises(
+        ValidationError, match=r"components.foundation.memory.offload\s+found mlp_input with `recompute: full`"
+    ):
+        ot.ParallelPlan(default=ot.ComponentPlan(memory={"recompute": "full"}), components={"foundation": default})
 
 
-@pytest.mark.parametrize("fields", [{"offloaded_tensors": ["mlp_input"]}, {"compile": True}])
-def test_what_the_call_recomputes_is_not_offloaded_or_compiled(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("key", "fields"), [("memory.offload", {"memory": {"offload": ["mlp_input"]}}), ("compile", {"compile": True})]
+)
+def test_what_the_call_recomputes_is_not_offloaded_or_compiled(key: str, fields: dict[str, Any]) -> None:
     model = build_omni_model(foundation=moe_of_32_experts())
-    with pytest.raises(UserError, match=f"default.{next(iter(fields))}: .*, but enable_gradient_checkpointing is True"):
+    with pytest.raises(UserError, match=f"default.{key}: .*, but enable_gradient_checkpointing is True"):
         resolve(model, by_default(**fields), CallFlags(recompute=True))
 
 
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        (CallFlags(recompute=True), {"recompute": "none"}, "enable_gradient_checkpointing is True"),
-        (CallFlags(parameter_offload=True), {"parameter_offload": False}, "enable_fsdp_offload is True"),
+        (CallFlags(recompute=True), {"memory": {"recompute": "none"}}, "enable_gradient_checkpointing is True"),
+        (CallFlags(parameter_offload=True), {"memory": {"offload": []}}, "enable_fsdp_offload is True"),
         (
             CallFlags(mixed_precision=False),
-            {"precision": ot.Precision(compute="bfloat16")},
+            {"precision": ot.recipe.Precision(compute="bfloat16")},
             "enable_mixed_precision is False",
         ),
     ],
@@ -279,12 +296,12 @@ def test_a_foundation_that_fails_in_bf16_is_refused_in_bf16_alone(
 ) -> None:
     monkeypatch.setattr(plans, "precision_problem_of", lambda *_: "it fails: RuntimeError: float")
     with pytest.raises(UserError, match=r"foundation.precision: found bfloat16, but Qwen3For.* it fails: RuntimeError"):
-        resolve(model, plan("foundation", precision=ot.Precision(compute="bfloat16")))
-    assert resolve(model, plan("foundation", precision=ot.Precision(compute="float32")), CallFlags())
+        resolve(model, plan("foundation", precision=ot.recipe.Precision(compute="bfloat16")))
+    assert resolve(model, plan("foundation", precision=ot.recipe.Precision(compute="float32")), CallFlags())
 
 
 def test_a_window_that_is_refused_is_one_problem_with_the_fields_that_need_one() -> None:
-    given = plan("image_encoder", window=2, place="local", features_on="cpu")
+    given = plan("image_encoder", encode={"window": 2, "features_on": "cpu"}, place="local")
     with pytest.raises(UserError, match=r"^1 problem in .*\n  .*window: found 2 with `place: local`, which divides no"):
         resolve(any_to_any(), given)
 
@@ -292,11 +309,10 @@ def test_a_window_that_is_refused_is_one_problem_with_the_fields_that_need_one()
 def test_optimizer_offload_of_what_is_frozen_elsewhere_is_refused() -> None:
     model = any_to_any()
     model.image_encoder.requires_grad_(False)
-    with pytest.raises(UserError, match=r"image_encoder.optimizer_offload: found true, but a frozen component"):
-        resolve(model, plan(optimizer_offload=True))
-    assert not resolve(model, ot.ParallelPlan(default=ot.ComponentPlan(optimizer_offload=True)))[
-        "image_encoder"
-    ].optimizer_offload
+    with pytest.raises(UserError, match=r"image_encoder.memory.offload: found optimizer, but a frozen component"):
+        resolve(model, plan(memory={"offload": ["optimizer"]}))
+    found = resolve(model, by_default(memory={"offload": ["optimizer"]}))
+    assert found["image_encoder"].memory.offload == [] and found["audio_encoder"].memory.offload == ["optimizer"]
 
 
 def foundation_plan(**fields: Any) -> ot.ParallelPlan:
@@ -323,29 +339,77 @@ def test_stages_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("degrees", "refused", "message"),
     [
-        ({}, plan(place="local", window=2), r"window: found 2 with `place: local`, which divides no items here; set"),
-        ({}, plan(place="group", window="step"), r"window: found step with `place: group`, which divides no items"),
-        ({"pp": 2}, plan(place="local", window=1), r"window: found 1 with `place: local` and pp 2, where the forwards"),
-        ({"pp": 2, "cp": 2}, plan(window=2), r"window: found 2 with `place: group` and pp 2, where the forwards"),
+        (
+            {},
+            plan(place="local", encode={"window": 2}),
+            r"window: found 2 with `place: local`, which divides no items here; set",
+        ),
+        (
+            {},
+            plan(place="group", encode={"window": "step"}),
+            r"window: found step with `place: group`, which divides no items",
+        ),
+        (
+            {"pp": 2},
+            plan(place="local", encode={"window": 1}),
+            r"window: found 1 with `place: local` and pp 2, where the forwards",
+        ),
+        (
+            {"pp": 2, "cp": 2},
+            plan(encode={"window": 2}),
+            r"window: found 2 with `place: group` and pp 2, where the forwards",
+        ),
         (
             {},
             plan(place="local", quadratic_cost="measured"),
             r"quadratic_cost: found measured with `place: local`, ",
         ),
-        ({}, plan(place="world", features_on="cpu"), r"features_on: found cpu without `window`: no features wait"),
-        ({}, plan(place="world", window=1, features_on="cpu"), r"features_on: found cpu without `window`"),
-        ({"pp": 2}, plan(place="local", features_on="device"), r"features_on: found device without `window`"),
-        ({"pp": 2}, plan("image_decoder", window=2), r"image_decoder.window: found 2, but it is for encoders; remove"),
-        ({}, plan(place="world", feature_bytes=9), r"feature_bytes: found 9 without `window`: no features wait; set"),
-        ({"pp": 2}, plan("image_decoder", feature_bytes=9), r"image_decoder.feature_bytes: found 9, but it is for enc"),
+        (
+            {},
+            plan(place="world", encode={"features_on": "cpu"}),
+            r"encode.features_on: found cpu without `encode.window`: no features wait",
+        ),
+        (
+            {},
+            plan(place="world", encode={"window": 1, "features_on": "cpu"}),
+            r"encode.features_on: found cpu without `encode.window`",
+        ),
+        (
+            {"pp": 2},
+            plan(place="local", encode={"features_on": "device"}),
+            r"encode.features_on: found device without `encode.window`",
+        ),
+        (
+            {"pp": 2},
+            plan("image_decoder", encode={"window": 2}),
+            r"image_decoder.encode.window: found 2, but it is for encoders; remove",
+        ),
+        (
+            {},
+            plan(place="world", encode={"feature_bytes": 9}),
+            r"encode.feature_bytes: found 9 without `encode.window`: no features wait; set",
+        ),
+        (
+            {"pp": 2},
+            plan("image_decoder", encode={"feature_bytes": 9}),
+            r"image_decoder.encode.feature_bytes: found 9, but it is for enc",
+        ),
         (
             {"pp": 2},
             plan("image_decoder", place="world"),
             r"image_decoder.place: found world with pp 2, but only encod",
         ),
-        ({}, plan("image_decoder", features_on="cpu"), r"image_decoder.features_on: found cpu, but it is for encoders"),
+        (
+            {},
+            plan("image_decoder", encode={"features_on": "cpu"}),
+            r"image_decoder.encode.features_on: found cpu, but it is for encoders",
+        ),
         ({}, plan("foundation", place="group"), r"foundation.place: found group, but .*: use `local` \(a rank"),
-        ({}, plan("foundation", window=2), r"foundation.window: found 2, but the foundation encodes no media; set"),
+        (
+            {},
+            plan("foundation", encode={"window": 2}),
+            r"foundation.encode.window: found 2, but the foundation encodes no media; set",
+        ),
         ({}, plan("foundation", quadratic_cost=0.5), r"foundation.quadratic_cost: found 0.5 without `place: world`"),
     ],
 )
@@ -366,7 +430,9 @@ def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
     model = any_to_any()
     before = {name: (p, p.requires_grad, p.dtype) for name, p in model.named_parameters()}
     refused = ot.ParallelPlan(
-        default=ot.ComponentPlan(freeze=True, recompute="full", precision=ot.Precision(param="bfloat16")),
+        default=ot.ComponentPlan(
+            freeze=True, memory={"recompute": "full"}, precision=ot.recipe.Precision(param="bfloat16")
+        ),
         components={"nothing": ot.ComponentPlan()},
     )
     state = ParallelState(fit_mesh(1), 0, "cpu", "fsdp2", {})
@@ -376,21 +442,21 @@ def test_a_refused_plan_leaves_the_model_as_it_was() -> None:
     assert before.keys() == after.keys() and all(before[n][0] is after[n][0] for n in before)
     assert [value[1:] for value in before.values()] == [value[1:] for value in after.values()]
     assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    assert ot.layout_of(model) is None
+    assert ot.parallel.layout_of(model) is None
 
 
 def test_fields_come_from_the_plan_then_the_default_then_the_state_then_the_call(model: ot.OmniModel) -> None:
     given = ot.ParallelPlan(
-        default=ot.ComponentPlan(recompute="full"),
-        components={"image_encoder": ot.ComponentPlan(recompute="none", mode="replicate")},
+        default=ot.ComponentPlan(memory={"recompute": "full"}),
+        components={"image_encoder": ot.ComponentPlan(memory={"recompute": "none"}, mode="replicate")},
     )
     found = resolve(model, given, CallFlags(parameter_offload=True), dp_replicate=2)
     image, audio, decoder = (found[name] for name in ("image_encoder", "audio_encoder", "image_decoder"))
-    assert (image.recompute, image.mode, image.dp_replicate, image.dp_shard) == ("none", "replicate", 4, 1)
-    assert (audio.recompute, audio.mode, audio.dp_replicate, audio.dp_shard) == ("full", "hsdp", 2, 2)
-    assert decoder.recompute == "none"  # nothing there that could be recomputed
-    assert (image.parameter_offload, audio.parameter_offload) == (False, True)
-    assert found["foundation"].precision == ot.Precision(param="float32", compute="bfloat16", reduce="float32")
+    assert (image.memory.recompute, image.mode, image.dp_replicate, image.dp_shard) == ("none", "replicate", 4, 1)
+    assert (audio.memory.recompute, audio.mode, audio.dp_replicate, audio.dp_shard) == ("full", "hsdp", 2, 2)
+    assert decoder.memory.recompute == "none"  # nothing there that could be recomputed
+    assert (image.memory.offload, audio.memory.offload) == ([], ["parameters"])
+    assert found["foundation"].precision == ot.recipe.Precision(param="float32", compute="bfloat16", reduce="float32")
     assert torch.bfloat16 is getattr(torch, found["foundation"].precision.compute)
 
 
@@ -448,7 +514,7 @@ def test_a_plan_or_a_model_of_another_kind_is_told_before_anything_is_done(model
     with pytest.raises(UserError, match="model: found a Linear; expected an OmniModel or a transformers model"):
         ot.build_parallelize_model(torch.nn.Linear(2, 2))
     for argument, found, message in (
-        ("parallel_plan", {"default": {"recompute": "full"}}, "found a dict; expected a ParallelPlan"),
+        ("parallel_plan", {"default": {"memory": {"recompute": "full"}}}, "found a dict; expected a ParallelPlan"),
         ("parallel_state", {"tp": 1}, "found a dict; expected the state that init_parallel_state returns"),
         ("weights_path", 3, "found 3; expected a folder or a Hub id"),
         ("enable_mixed_precision", "float16", r"found 'float16'; expected True \(bf16\), False or None"),

@@ -31,7 +31,8 @@ from omnitrain.parallel.state import get_parallel_state, init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.recipe import ComponentPlan, ExpertsBalance, ParallelPlan
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from tests.covering import covering
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
@@ -92,13 +93,13 @@ STAGES = {
     "pp2.v2.ep4": (2, 2, 4),
 }
 NUMBERS = tuple(map(str, range(2, 10)))
-PARTS = {"recompute": "parts", "recomputed_parts": ["attention", "router", "expert_activation"]}
+PARTS = {"memory": {"recompute": {"parts": ["attention", "router", "expert_activation"]}}}
 MEMORY = {
     "none": {},
-    "full": {"recompute": "full"},
+    "full": {"memory": {"recompute": "full"}},
     "parts": PARTS,
-    "offload": {"activation_offload": True},
-    "named": {"offloaded_tensors": ["dispatched_rows", "mlp_input"]},
+    "offload": {"memory": {"offload": ["activations"]}},
+    "named": {"memory": {"offload": ["dispatched_rows", "mlp_input"]}},
 }
 EXPERTS = ("1", "2", "3", "4", "1.delayed", "4.delayed")
 EXTRAS = ("", "dropout", "balance", "loss")
@@ -135,8 +136,7 @@ def paired_and_one_by_one(case: Case) -> list[Step]:
     plan = ComponentPlan(
         ep=ep,
         schedule=PipelineSchedule(overlap=True, chunks=stages if stages > 1 else None),
-        expert_chunks=int(chunks),
-        delay_wgrad=bool(delayed),
+        experts={"chunks": int(chunks), "delay_wgrad": bool(delayed)},
         **MEMORY[case.memory],
     )
     model = build_parallelize_model(

@@ -110,8 +110,7 @@ class Separate(Layout):
         is_part = self.case.axis == "tp4"
         encoder = ComponentPlan(
             place=self.case.place,
-            window=window,
-            features_on=self.case.memory or None,
+            encode={"window": window, "features_on": self.case.memory or None},
             tp=2 if is_part else None,
         )
         components = dict.fromkeys(MODELS[self.case.model], encoder)

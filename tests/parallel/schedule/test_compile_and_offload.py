@@ -13,7 +13,7 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.pipeline.apply import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -54,7 +54,7 @@ def gradients_on_stages(plans: tuple[dict, ...]) -> list[tuple[int, Mapping[str,
 @pytest.mark.parametrize(
     "plans",
     [
-        tuple(plan | {"parameter_offload": True} for plan in (CHUNKS, ZBV)),
+        tuple(plan | {"memory": {"offload": ["parameters"]}} for plan in (CHUNKS, ZBV)),
         pytest.param((CHUNKS | {"compile": True},), marks=pytest.mark.slow),
     ],
     ids=["offload", "compile"],

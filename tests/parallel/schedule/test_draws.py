@@ -21,7 +21,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws, seed_blocks
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.pipeline.apply import whole_over_stages
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -88,7 +88,7 @@ def test_dropout_is_that_of_one_process_on_any_stages_with_and_without_recompute
     for other in (gradients(partial(text_model, 0.0), ({},)), gradients(make, ({},), seed=1)):
         assert other[0][0] != pytest.approx(loss, rel=1e-3)
     plans = tuple(
-        {"schedule": schedule, "recompute": recompute}
+        {"schedule": schedule, "memory": {"recompute": recompute}}
         for schedule, recompute in (
             ({}, "full"),
             ({"chunks": 2}, "none"),
@@ -111,7 +111,7 @@ def test_dropout_of_encoders_is_that_of_one_process(ranks: RankPool, of_foundati
     ((loss, expected),) = gradients(make, ({},))
     ((without, _),) = gradients(partial(model_with_towers, 0.0, of_foundation), ({},))
     assert without != pytest.approx(loss, rel=1e-4)
-    plans = ({"schedule": {"chunks": 2}}, {"schedule": {"kind": "zbv"}, "recompute": "full"})
+    plans = ({"schedule": {"chunks": 2}}, {"schedule": {"kind": "zbv"}, "memory": {"recompute": "full"}})
     first, last = ranks.run(gradients, make, plans, timeout_s=60, world=2)
     for (of_first, _), (of_last, found) in zip(first, last, strict=True):
         assert of_first + of_last == pytest.approx(loss, rel=1e-6)

@@ -113,13 +113,13 @@ def test_pairs_change_no_bit_of_separate_encoders(ranks: RankPool) -> None:
 
 @pytest.mark.slow  # by default they train as one process (test_separate.py)
 def test_features_that_wait_in_host_memory_have_the_same_bits(ranks: RankPool) -> None:
-    settings = [{"place": "world", "window": 2, "features_on": memory} for memory in ("device", "cpu")]
+    settings = [{"place": "world", "encode": {"window": 2, "features_on": memory}} for memory in ("device", "cpu")]
     require_same_bits(*(ranks.run(gradients_of, "pp2", encoder, timeout_s=60, world=2) for encoder in settings))
 
 
 def parameters_of_auto() -> tuple[dict[str, int], int, int]:
     """What ``window: auto`` counts, all parameters of the foundation, and those of experts that a token passes by."""
-    model = parallelized("pp2", {"place": "world", "window": "auto"})
+    model = parallelized("pp2", {"place": "world", "encode": {"window": "auto"}})
     chooser, config = window_chooser(model), model.foundation.config.text_config
     assert chooser is not None
     experts = [w.numel() for _, layer in experts_in(model.foundation) for w in layer.parameters(recurse=False)]
@@ -138,7 +138,7 @@ def test_auto_counts_the_chosen_experts_alike_on_all_ranks(ranks: RankPool) -> N
 
 def limited_gradients(limit: int | None, window: int | str) -> tuple[dict[str, torch.Tensor], int, int | None]:
     """Gradients, the most bytes of features that waited on this rank, and the window of the step."""
-    model = parallelized("pp2", {"place": "world", "window": window, "feature_bytes": limit})
+    model = parallelized("pp2", {"place": "world", "encode": {"window": window, "feature_bytes": limit}})
     samples, most = samples_of("qwen3_vl_moe"), 0
     batch = step_planner(model)([Pack.from_samples(samples[k % 4 :]) for k in range(6)])
     exchange = StepGraph.exchange
@@ -171,13 +171,13 @@ def test_features_that_wait_stay_within_their_limit_of_bytes(ranks: RankPool) ->
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
-    refused = r"image_encoder.feature_bytes: found 100, but one item has \d+ features of"
+    refused = r"image_encoder.encode.feature_bytes: found 100, but one item has \d+ features of"
     assert all(re.search(refused, message) for message in ranks.run(refusal, 100, timeout_s=60, world=2))
 
 
 def memory_that_waits() -> list[tuple[int, int]]:
     """After each backward of a micro-batch: bytes of features and gradients that wait, and of the memory they keep."""
-    model = parallelized("dp1", {"place": "world", "window": 4})
+    model = parallelized("dp1", {"place": "world", "encode": {"window": 4}})
     batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(4)])
     take, found = StepGraph.take_gradients, []
 
@@ -200,7 +200,7 @@ def test_features_of_a_micro_batch_keep_no_memory_of_the_others_in_their_window(
 
 def waiting_tensors(freeze: bool) -> int:
     """Features and gradients that wait in a step of one rank."""
-    model = parallelized("dp1", {"place": "world", "window": 2, "freeze": freeze})
+    model = parallelized("dp1", {"place": "world", "encode": {"window": 2}, "freeze": freeze})
     batch = step_planner(model)([Pack.from_samples(samples_of("qwen3_vl_moe")) for _ in range(2)])
     with patch.object(StepGraph, "_waiting_there", autospec=True, side_effect=StepGraph._waiting_there) as waiting:
         accumulate_gradients(model, batch)

@@ -23,7 +23,7 @@ from tests.parallel.schedule.test_inference_on_stages import Made, any_to_any, d
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 TOKENS = 12
-SAMPLED = {name: ot.Sampling(temperature=1.0) for name in ("text", "image_decoder", "audio_decoder")}
+SAMPLED = {name: ot.recipe.Sampling(temperature=1.0) for name in ("text", "image_decoder", "audio_decoder")}
 
 
 class Found(NamedTuple):
@@ -46,7 +46,7 @@ def share_on(model: OmniModel, layout: str) -> tuple[int, int] | None:
     """
     if not dist.is_initialized():
         return 0, 1
-    plan = ot.parse_layout(layout).plan()
+    plan = ot.recipe.parse_layout(layout).plan()
     state = init_state_of(plan)
     ot.build_parallelize_model(model, parallel_state=state, parallel_plan=plan, **PLAIN)
     return (state.dp_rank, state.dp_size) if state.section == MAIN else None
@@ -97,7 +97,7 @@ def test_every_layout_says_and_writes_what_one_process_does(
 ) -> None:
     """Also if one rank has all packs, and in a second evaluation."""
     (alone,) = evaluated(make, layout)
-    world = ot.parse_layout(layout).num_ranks
+    world = ot.recipe.parse_layout(layout).num_ranks
     made = ranks.run(evaluated, make, layout, 2, timeout_s=120, world=world)
     assert made[num_main:] == [[Found([{}, {}], {})] * 2] * (world - num_main)
     for found in (one for of_rank in made[:num_main] for one in of_rank):

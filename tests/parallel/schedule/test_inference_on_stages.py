@@ -21,7 +21,8 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe import Sampling
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, PipelineSchedule
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.evaluate.evaluate import heldout_loss
 from tests.parallel.factories import gemma3, qwen3_vl
 from tests.parallel.schedule.test_inference import flat

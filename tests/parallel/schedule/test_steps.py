@@ -13,7 +13,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.gradients import gradient_norm
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.pipeline.whole import whole_over_stages
+from omnitrain.parallel.pipeline.apply import whole_over_stages
 from omnitrain.parallel.schedule import executor
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool

@@ -25,7 +25,7 @@ OVERRIDES = [FROZEN, "data.pack_tokens=96", "data.workers=1"]
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its run on one process is beside it, in ``one``."""
-    path = tiny_recipe(tmp_path_factory.mktemp("ahead"), rows=2 * len(TASKS), micro_batches=4)
+    path = tiny_recipe(tmp_path_factory.mktemp("ahead"), rows=2 * len(TASKS), packs_per_step=4)
     fit(path, [*OVERRIDES, f"output_dir={path.parent / 'one'}"])
     return path
 

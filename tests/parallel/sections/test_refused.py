@@ -100,9 +100,9 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             r"image_encoder.projector.place: found world, but a projector runs where its features are used; remove it",
         ),
         (
-            plan(TOWER, {"image_encoder.projector": {"window": 2}}),
+            plan(TOWER, {"image_encoder.projector": {"encode": {"window": 2}}}),
             3,
-            r"image_encoder.projector.window: found 2, but a projector in `main` runs in the forwards; remove it",
+            r"image_encoder.projector.encode.window: found 2, but a projector in `main` runs in the forwards",
         ),
         (
             plan(TOWER, {"image_encoder.projector": {"ulysses": 2}}, ulysses=2),
@@ -137,11 +137,15 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
         (plan(OF_TWO, {"image_encoder": {"tp": 2}}), 4, r"image_encoder.tp: found 2, but transformers has no tensor"),
         *(
             (
-                plan(VISION, {"image_encoder": {field: value}}),
+                plan(VISION, {"image_encoder": fields}),
                 3,
-                rf"image_encoder.{field}: found {value}, but .* encode",
+                rf"image_encoder.{key}: found .*, but .* encode",
             )
-            for field, value in (("place", "local"), ("window", 2), ("feature_bytes", 9))
+            for key, fields in (
+                ("place", {"place": "local"}),
+                ("encode.window", {"encode": {"window": 2}}),
+                ("encode.feature_bytes", {"encode": {"feature_bytes": 9}}),
+            )
         ),
         (plan(BOTH, {"audio_encoder": {"ulysses": 2}}), 4, r"no ranks share .* set ulysses or cp of image_encoder"),
         (

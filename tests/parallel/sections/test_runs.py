@@ -67,7 +67,7 @@ def worst_error(run: Path, reference: Path) -> float:
 
 
 def slots(number: int) -> list[str]:
-    return [f"train.micro_batches={number}", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
+    return [f"train.packs_per_step={number}", "data.pack_tokens=96", "train.optimizer.learning_rate=0.1"]
 
 
 @pytest.fixture(scope="module")

@@ -76,7 +76,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     foundation_class(config)(config).save_pretrained(folder / "big")
     tiny_tokenizer().save_pretrained(folder / "big")
-    return tiny_recipe(folder, rows=14, evaluated=True, text_only=True, micro_batches=4)
+    return tiny_recipe(folder, rows=14, evaluated=True, text_only=True, packs_per_step=4)
 
 
 def with_teacher(recipe: Path, **functions: str) -> list[str]:

@@ -16,8 +16,8 @@ from tests.tiny import FOUNDATION, tiny_model
 
 def stages_simulated(layout: str) -> tuple[int, ...]:
     """The stages of the pipeline with which this rank compares windows of the audio encoder."""
-    audio = ComponentPlan(place="world", window="auto")
-    plan = ot.parse_layout(layout).plan().model_copy(update={"components": {"audio_encoder": audio}})
+    audio = ComponentPlan(place="world", encode={"window": "auto"})
+    plan = ot.recipe.parse_layout(layout).plan().model_copy(update={"components": {"audio_encoder": audio}})
     state = init_state_of(plan)
     model = ot.build_parallelize_model(any_to_any(), parallel_state=state, parallel_plan=plan, **PLAIN)
     chooser = window_chooser(model)

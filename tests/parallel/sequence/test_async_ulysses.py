@@ -17,7 +17,7 @@ def trained(is_async: bool, degrees: dict[str, int], plan: dict[str, Any]) -> tu
     foundation = {"async_ulysses": is_async}
     model = laid_out(plan, {"foundation": foundation}, degrees)
     table = micro_batches(model, tiny_samples(tiny_processor(factories.any_to_any()), 6), 1, 2)
-    rows = {row.name: row.sequence for row in ot.layout_of(model).table(model)}
+    rows = {row.name: row.sequence for row in ot.parallel.layout_of(model).table(model)}
     assert {text for name, text in rows.items() if name != "foundation"} == {"whole"}
     return train(model, table[0]), rows["foundation"]
 
@@ -34,5 +34,5 @@ def on_and_off(degrees: dict[str, int], plan: dict[str, Any]) -> list[str]:
 
 
 def test_async_ulysses_trains_bit_for_bit_as_the_plain_form(ranks: RankPool) -> None:
-    found = ranks.run(on_and_off, {"ulysses_size": 2}, {"recompute": "full"}, timeout_s=120, world=2)
+    found = ranks.run(on_and_off, {"ulysses_size": 2}, {"memory": {"recompute": "full"}}, timeout_s=120, world=2)
     assert found == [["ulysses 2", "ulysses 2, async 2 of 2 layers"]] * 2

@@ -78,7 +78,7 @@ def test_ranks_that_share_a_sequence_train_as_one_process_does(ranks: RankPool, 
     check(ranks, name, [layout])
 
 
-def errors(model: ot.OmniModel, state: ot.ParallelState, pack: Pack) -> tuple[float, float]:
+def errors(model: ot.OmniModel, state: ot.parallel.ParallelState, pack: Pack) -> tuple[float, float]:
     """Of loss and gradients over all losses, relative to those of the whole pack on one rank."""
     (whole, expected), (own, got) = (
         _losses_and_gradients(model, pack, work)

@@ -1,4 +1,4 @@
-"""``ot.launch``: results, output and errors of each rank, from a script and from a notebook."""
+"""``ot.notebook.launch``: results, output and errors of each rank, from a script and from a notebook."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fail_on_1() -> None:
 def test_each_rank_brings_back_its_result_and_its_output_with_the_rank_before_each_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = ot.launch(add_up, 2, 0.5)
+    found = ot.notebook.launch(add_up, 2, 0.5)
     assert list(found) == [("0", 2.0), ("1", 2.0)] and found[1] == found.results[1] and len(found) == 2
     assert found.output == ("0.5 and\n0warned\n", "0.5 and\n1warned\n")
     shown = capsys.readouterr().out
@@ -51,8 +51,8 @@ def test_each_rank_brings_back_its_result_and_its_output_with_the_rank_before_ea
 
 def test_an_error_on_one_rank_shows_its_traceback_and_ends_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    with pytest.raises(ot.RankError) as failed:
-        ot.launch(fail_on_1, 2, quiet=True)
+    with pytest.raises(ot.notebook.RankError) as failed:
+        ot.notebook.launch(fail_on_1, 2, quiet=True)
     assert time.monotonic() - began < 60  # rank 0 would wait for ever
     error, message = failed.value, str(failed.value)
     assert (error.ranks, list(error.tracebacks)) == ([1, 0], [1])
@@ -64,7 +64,7 @@ def test_an_error_on_one_rank_shows_its_traceback_and_ends_the_others(capsys: py
 
 def test_a_number_of_ranks_below_one_is_refused() -> None:
     with pytest.raises(UserError, match="nproc: found 0"):
-        ot.launch(add_up, 0)
+        ot.notebook.launch(add_up, 0)
 
 
 CELLS = """
@@ -78,7 +78,7 @@ def triple(value):
     print("on", dist.get_rank(), ot.__version__)
     return scale * value + dist.get_rank()
 #---
-print(ot.launch(triple, 2, 5).results)
+print(ot.notebook.launch(triple, 2, 5).results)
 #---
 class Holder:
     def __init__(self):
@@ -90,12 +90,12 @@ def add_one(value):  # two functions that call each other, and a class
 def twice(value):
     return 2 * add_one(value)
 
-print(ot.launch(add_one, 2, 5).results)
+print(ot.notebook.launch(add_one, 2, 5).results)
 #---
 def broken(names):
     return names[dist.get_rank()]  # one name is missing
 
-ot.launch(broken, 2, ["a"])
+ot.notebook.launch(broken, 2, ["a"])
 """
 
 

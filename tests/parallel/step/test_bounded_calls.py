@@ -1,6 +1,8 @@
-"""`call_elements`: an encoder makes several calls of bounded size, and the step stays the same."""
+"""`encode.call_elements`: an encoder makes several calls of bounded size, and the step stays the same."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,9 @@ from tests.parallel.verify.test_verify import hf_samples
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 
-def bounded(layout: str, elements: int, **fields: object) -> ot.ParallelPlan:
+def bounded(layout: str, elements: int, **fields: Any) -> ot.ParallelPlan:
     plan = parse_layout(layout).plan()
-    encoder = ot.ComponentPlan(call_elements=elements, **fields)
+    encoder = ot.ComponentPlan(**fields).changed({"encode.call_elements": elements})
     return plan.model_copy(update={"components": {**plan.components, "image_encoder": encoder}})
 
 
@@ -58,7 +60,7 @@ def test_no_call_is_larger_than_its_limit(ranks: RankPool, place: str) -> None:
     (of_image,) = set(elements_of("images_to_text"))
     free, cut = (
         ranks.run(calls_of, {"place": place, **limit}, 2, timeout_s=60, world=2)
-        for limit in ({}, {"call_elements": 2 * of_image})
+        for limit in ({}, {"encode": {"call_elements": 2 * of_image}})
     )
     assert [sum(calls) for calls in cut] == [sum(calls) for calls in free]
     free_longest, longest = (max(max(calls) for calls in of_ranks) for of_ranks in (free, cut))
@@ -69,7 +71,7 @@ def test_no_call_is_larger_than_its_limit(ranks: RankPool, place: str) -> None:
 
 LAYOUTS = [("dp1", {}), ("dp2", {}), ("dp2", {"place": "world"})]
 APART = ("vision1+dp2.accum2", {})
-MORE = [("dp2.accum2", {"place": "world", "window": "step"}), ("pp2.accum2", {"place": "world"})]
+MORE = [("dp2.accum2", {"place": "world", "encode": {"window": "step"}}), ("pp2.accum2", {"place": "world"})]
 
 
 @pytest.mark.parametrize(

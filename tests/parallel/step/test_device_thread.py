@@ -22,16 +22,16 @@ def plan(**fields: Any) -> ParallelPlan:
     return ParallelPlan(default=ComponentPlan(**fields))
 
 
-EXPERTS = [plan(dp_shard=2, ep=2, expert_chunks=2, delay_wgrad=True, recompute="full")]
+EXPERTS = [plan(dp_shard=2, ep=2, experts={"chunks": 2, "delay_wgrad": True}, memory={"recompute": "full"})]
 SEQUENCES = [
-    plan(dp_shard=1, ulysses=2, async_ulysses=True, recompute="full"),
-    plan(dp_shard=1, tp=2, sequence_parallel=True, recompute="full"),
+    plan(dp_shard=1, ulysses=2, async_ulysses=True, memory={"recompute": "full"}),
+    plan(dp_shard=1, tp=2, sequence_parallel=True, memory={"recompute": "full"}),
 ]
 MORE = [
-    plan(dp_shard=2, ep=2, expert_chunks=2, delay_wgrad=True),
-    plan(dp_shard=2, ep=2, recompute="parts", offloaded_tensors=["mlp_input"], delay_wgrad=True),
-    plan(dp_shard=2, ep=2, recompute="selective"),
-    plan(dp_shard=2, ep=2, activation_offload=True, recompute="full", expert_rows=5),
+    plan(dp_shard=2, ep=2, experts={"chunks": 2, "delay_wgrad": True}),
+    plan(dp_shard=2, ep=2, memory={"recompute": "parts", "offload": ["mlp_input"]}, experts={"delay_wgrad": True}),
+    plan(dp_shard=2, ep=2, memory={"recompute": "selective"}),
+    plan(dp_shard=2, ep=2, memory={"recompute": "full", "offload": ["activations"]}, experts={"rows": 5}),
     "dp2.accum2.offload.recompute",
     "cp2.recompute",
     "tp2.recompute",

@@ -36,7 +36,7 @@ def train(model: OmniModel, planner: StepPlanner, drawn: list[list]) -> Gradient
 
 
 def train_on_rank(steps: list[Step], state: dict[str, int], place: str) -> Gradients | None:
-    model = laid_out({"recompute": "full"}, {name: {"place": place} for name in ENCODERS}, state)
+    model = laid_out({"memory": {"recompute": "full"}}, {name: {"place": place} for name in ENCODERS}, state)
     rank = torch.distributed.get_rank()
     found = train(model, step_planner(model), [step[rank] for step in steps])
     return found if rank == 0 else None

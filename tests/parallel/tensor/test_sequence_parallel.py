@@ -38,19 +38,25 @@ def plan(globs: dict[str, str] | None = None, **default: object) -> ot.ParallelP
     "name", ["qwen3", "qwen2_5_vl", "deepseek_v3", "gemma3", "qwen3_moe", "qwen3_next", "glm4_moe", "glm4v"]
 )
 def test_divided_tokens_train_every_family_as_one_process_does(ranks: RankPool, name: str) -> None:
-    plans = [plan(dp_shard=1), plan(dp_shard=2, recompute="full"), plan(dp_shard=1, ulysses=2, recompute="full")]
+    plans = [
+        plan(dp_shard=1),
+        plan(dp_shard=2, memory={"recompute": "full"}),
+        plan(dp_shard=1, ulysses=2, memory={"recompute": "full"}),
+    ]
     assert statuses(ranks, name, *plans) == "equal equal equal"
 
 
 def test_divided_tokens_train_as_one_process_does(ranks: RankPool) -> None:
     """With experts and a bias behind the sum."""
-    assert statuses(ranks, "gpt_oss", plan(BIASED, dp_shard=1, recompute="full")) == "equal"
+    assert statuses(ranks, "gpt_oss", plan(BIASED, dp_shard=1, memory={"recompute": "full"})) == "equal"
 
 
 def kept(name: str, divide: bool) -> tuple[int, str]:
     """Bytes that a forward keeps on this rank beside parameters, each storage once; and what the table says."""
     components = {"foundation": {"sequence_parallel": divide}}
-    model = laid_out({"recompute": "full"}, components, {"tp_size": 2}, model=getattr(factories, name)().train())
+    model = laid_out(
+        {"memory": {"recompute": "full"}}, components, {"tp_size": 2}, model=getattr(factories, name)().train()
+    )
     batch = step_planner(model)([Pack.from_samples([text(400)])])
     sizes: dict[int, int] = {}
 
@@ -62,7 +68,7 @@ def kept(name: str, divide: bool) -> tuple[int, str]:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model.runner.text_loss(batch.packs[0]).text
     loss.sum.backward()  # FSDP and a graph without a backward keep each other
-    (row,) = (row for row in ot.layout_of(model).table(model) if row.name == "foundation")
+    (row,) = (row for row in ot.parallel.layout_of(model).table(model) if row.name == "foundation")
     return sum(sizes.values()), row.sequence
 
 

@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import omnitrain as ot
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.tensor.apply import shard_matrices
-from omnitrain.parallel.tensor.replicated_grads import add_up_over_tp
+from omnitrain.parallel.tensor.apply import add_up_over_tp, shard_matrices
 from omnitrain.parallel.tensor.styles import STYLES
 
 

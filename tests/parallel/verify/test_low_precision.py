@@ -18,7 +18,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.reference import dtypes_of
 from omnitrain.parallel.verify.verify import VerifyRow, verify
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import Precision
 from tests.models.every_family import peaked_model
 from tests.parallel import factories
 from tests.parallel.verify.test_verify import hf_samples

@@ -20,7 +20,8 @@ from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import problems_in, validate
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.parallel import FOUNDATION, PipelineSchedule
+from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from tests.parallel.schedule import paired, pipelines, separate
 from tests.parallel.sections import layouts
 from tests.plan.schedule.as_text import channels, text_of, unconnected
@@ -121,9 +122,11 @@ def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
     plans = {name: plan.of(name) for name in (FOUNDATION, *plan.components, *apart)}
     pp = plans[FOUNDATION].pp or 1
     encoders = tuple(
-        EncoderWindows(name, own.window if isinstance(own.window, int) else m if own.window else 1, True)
+        EncoderWindows(
+            name, own.encode.window if isinstance(own.encode.window, int) else m if own.encode.window else 1, True
+        )
         for name, own in plans.items()
-        if name not in (FOUNDATION, *apart) and (own.window or (pp > 1 and own.place == "world"))
+        if name not in (FOUNDATION, *apart) and (own.encode.window or (pp > 1 and own.place == "world"))
     )
     main = schedule_of_plan(plans[FOUNDATION], m, encoders)
     windows = [full_windows(plan, plans, name, m) for name in plan.sections]

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from omnitrain.plan.schedule.actions import Kind
+from omnitrain.plan.schedule.actions import Kind, without_backwards
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
-from omnitrain.plan.schedule.forwards import without_backwards
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.simulate import simulate

@@ -69,7 +69,7 @@ def test_costs_belong_to_parts_and_backwards_to_the_part_of_their_forward() -> N
     assert costs.again() == pytest.approx(0.16)
 
 
-QUIET = Facts(ranks=2, workers=1, is_compiled=False, micro_batches=4, fill=0.95, settings={}, imbalance={})
+QUIET = Facts(ranks=2, workers=1, is_compiled=False, packs_per_step=4, fill=0.95, settings={}, imbalance={})
 
 
 def of(**milliseconds: float) -> Costs:
@@ -87,7 +87,7 @@ def test_nothing_is_advised_where_no_figure_supports_it() -> None:
     ("costs", "facts", "setting"),
     [
         (of(wait_for_data=20), QUIET, "data.workers=3"),
-        (of(optimizer=20), QUIET, "train.micro_batches=8"),
+        (of(optimizer=20), QUIET, "train.packs_per_step=8"),
         (
             Costs([Cost("Python between operations", {FORWARD: 0.04})], 0.1, False),
             replace(QUIET, ranks=1),
@@ -103,7 +103,7 @@ def test_nothing_is_advised_where_no_figure_supports_it() -> None:
         (
             Costs([Cost("all-to-all", {FORWARD: 0.02})], 0.1, False),
             replace(QUIET, settings={"foundation": {"ep": 2}}),
-            "parallel.components.foundation.expert_chunks=auto",
+            "parallel.components.foundation.experts.chunks=auto",
         ),
         (of(attention=60), replace(QUIET, fill=0.5), "data.packing_buffer"),
     ],

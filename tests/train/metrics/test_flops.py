@@ -68,14 +68,14 @@ def test_a_plans_freeze_and_recompute_are_counted() -> None:
     attention = 2 * 32 * (32 + 2 * 16) + 2 * 32 * 32
     router, experts = 2 * 32 * 8, 2 * 3 * 2 * 32 * 16
     whole = Flops(layers * tokens * (attention + router + experts), layers * 128 * pairs, layers * 128 * 64)
-    assert passes(recompute="none").again == Flops()
-    assert passes(recompute="full").again == whole
-    assert passes(recompute="selective", saved_ops=list(SAVED_OPS)).again == Flops()
+    assert passes(memory={"recompute": "none"}).again == Flops()
+    assert passes(memory={"recompute": "full"}).again == whole
+    assert passes(memory={"recompute": {"keep": list(SAVED_OPS)}}).again == Flops()
     saved = [op for op in SAVED_OPS if op != "aten._grouped_mm"]
-    assert passes(recompute="selective", saved_ops=saved).again == Flops(layers * tokens * experts)
-    parts = passes(recompute="parts", recomputed_parts=["attention", "router"]).again
+    assert passes(memory={"recompute": {"keep": saved}}).again == Flops(layers * tokens * experts)
+    parts = passes(memory={"recompute": {"parts": ["attention", "router"]}}).again
     assert parts == Flops(layers * tokens * (attention + router), whole.kept, whole.full)
-    assert passes(recompute="none", freeze=True).backward == Flops()
+    assert passes(memory={"recompute": "none"}, freeze=True).backward == Flops()
 
 
 def test_a_run_counts_flops_where_the_recipe_asks_for_it(tmp_path: Path) -> None:

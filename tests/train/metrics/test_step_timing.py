@@ -14,7 +14,7 @@ from tests.tiny import tiny_moe_recipe, tiny_recipe
 from tests.train.test_ranks import fit, metrics
 
 LAYERS = [f"foundation.model.layers.{number}.mlp.experts" for number in range(2)]
-OVERLAPPED = ["parallel.default.ep=2", "parallel.default.expert_chunks=4", "parallel.default.delay_wgrad=true"]
+OVERLAPPED = ["parallel.default.ep=2", "parallel.default.experts.chunks=4", "parallel.default.experts.delay_wgrad=true"]
 
 
 class Events:
@@ -57,7 +57,7 @@ def test_a_trace_shows_rows_of_the_next_chunk_on_their_way_while_experts_compute
 
 def test_metrics_have_the_seconds_that_ranks_waited_for_exchanges(ranks: RankPool, tmp_path: Path) -> None:
     lines = ["train.log_every=3", "evaluation={max_new_tokens: 1, loss_every: 1}"]  # one for every step all the same
-    overrides = [*OVERLAPPED, "parallel.default.recompute=full", *lines]
+    overrides = [*OVERLAPPED, "parallel.default.memory.recompute=full", *lines]
     ranks.run(fit, tiny_moe_recipe(tmp_path, evaluated=True), overrides, timeout_s=60, world=2)
     assert len({line["exposed_communication"]["seconds"] for line in metrics(tmp_path / "run")}) == 4
     for line in metrics(tmp_path / "run"):
@@ -113,7 +113,7 @@ def test_the_actions_of_a_section_are_in_its_trace_by_name_and_their_time_is_in_
     ranks: RankPool, tmp_path: Path
 ) -> None:
     section = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 1}}
-    overrides = [f"parallel.sections={json.dumps(section)}", "train.trace.steps=[2]", "train.micro_batches=2"]
+    overrides = [f"parallel.sections={json.dumps(section)}", "train.trace.steps=[2]", "train.packs_per_step=2"]
     ranks.run(fit, tiny_recipe(tmp_path), overrides, timeout_s=100, world=2)
     rows = metrics(tmp_path / "run")[1]["encoders"]
     of_ranks = []

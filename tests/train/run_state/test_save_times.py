@@ -20,10 +20,12 @@ def recipe(**train: Any) -> Recipe:
 class Run:
     """Saves when it is due; a clock stands still between its steps."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **train: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: Every, steps: int, **save: Any) -> None:
         self.now, self.steps = 0.0, steps
         monkeypatch.setattr(saves.time, "monotonic", lambda: self.now)
-        self.times = SaveTimes(recipe(steps=steps, save_every=every, **train), 0)
+        self.times = SaveTimes(
+            recipe(steps=steps, log_every=save.pop("log_every", 1), save={"every": every, **save}), 0
+        )
 
     def saved(self, step_seconds: float, save_seconds: float) -> list[int]:
         found = []

@@ -89,7 +89,7 @@ def test_rows_of_a_data_set_are_prompts_too_and_one_that_cannot_be_read_has_an_e
         prompts_of(write_lines(tmp_path / "wrong.jsonl", [{"question": "?"}]))
     for words in ([], ["--prompt", "a", "--prompts", str(file)], ["--prompts", str(file), "--image", "a.png"]):
         refused = CliRunner().invoke(app, ["generate", str(saved / "model"), *words])
-        assert refused.exit_code == 2 and "generate needs either --prompt TEXT" in refused.stderr
+        assert refused.exit_code == 2 and "generate needs one of --prompt TEXT" in refused.stderr
 
 
 def test_a_conversation_keeps_its_media_in_order_and_can_begin_anew(
@@ -185,7 +185,7 @@ class Terminal:
 
 def test_the_command_talks_about_an_image(saved: Path, tmp_path: Path) -> None:
     typed = f"/image {saved / '0.png'}\nwhat is it?\n"
-    arguments = ["chat", str(saved / "model"), "--output", str(tmp_path), "--max-new-tokens", "4"]
+    arguments = ["generate", str(saved / "model"), "--chat", "--output", str(tmp_path), "--max-new-tokens", "4"]
     talked = CliRunner().invoke(app, arguments, input=typed)
     assert talked.exit_code == 0 and "/image FILE" in talked.output, talked.output
     alone = Answerer(saved / "model", output_dir=tmp_path / "one", max_new_tokens=4)
@@ -195,7 +195,7 @@ def test_the_command_talks_about_an_image(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_chat_talks_in_a_terminal_about_an_image_until_ctrl_d(saved: Path, tmp_path: Path) -> None:
-    arguments = ("chat", str(saved / "model"), "--output", str(tmp_path), "--max-new-tokens", "4")
+    arguments = ("generate", str(saved / "model"), "--chat", "--output", str(tmp_path), "--max-new-tokens", "4")
     terminal = Terminal(sys.executable, "-m", "omnitrain", *arguments)
     assert "/image FILE" in terminal.read_until("\n> ")
     terminal.type(f"/image {saved / '0.png'}")

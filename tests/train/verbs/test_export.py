@@ -31,7 +31,7 @@ def saved_llava(folder: Path) -> Path:
     """As a run leaves it."""
     save_llava(folder / "llava")
     model = build_omni_model(foundation=str(folder / "llava"))
-    renderer = ot.TemplateRenderer(AutoProcessor.from_pretrained(folder / "llava"), model.native_inputs)
+    renderer = ot.data.TemplateRenderer(AutoProcessor.from_pretrained(folder / "llava"), model.native_inputs)
     model.save_pretrained(folder / "saved")
     ot.OmniProcessor(renderer, *model.media_adapters()).save_pretrained(folder / "saved")
     return folder / "saved"

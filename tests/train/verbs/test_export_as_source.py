@@ -110,7 +110,7 @@ def test_a_model_with_the_template_of_its_source_has_its_configs_tokenizer_and_l
     (original / "README.md").write_text("about the source")
     model = build_omni_model(foundation=str(original), torch_dtype=torch.float32)
     model.save_pretrained(tmp_path / "saved")
-    ot.OmniProcessor(ot.TemplateRenderer(tokenizer), *model.media_adapters()).save_pretrained(tmp_path / "saved")
+    ot.OmniProcessor(ot.data.TemplateRenderer(tokenizer), *model.media_adapters()).save_pretrained(tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "plain")
     expected = {file.name for file in original.iterdir()} - {"README.md"}
     assert {file.name for file in (tmp_path / "plain").iterdir()} == expected and "LICENSE" in expected

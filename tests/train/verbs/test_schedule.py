@@ -27,7 +27,16 @@ def load(folder: Path, *overrides: str) -> Recipe:
 def test_the_verb_prints_stages_and_times_and_writes_the_simulated_step(tmp_path: Path) -> None:
     tiny_recipe(tmp_path)
     layers = "model.foundation.config.num_hidden_layers=5"
-    command = ["schedule", str(tmp_path / "recipe.yaml"), PP, layers, "train.micro_batches=8", "--nproc", "4"]
+    command = [
+        "show",
+        str(tmp_path / "recipe.yaml"),
+        "--schedule",
+        PP,
+        layers,
+        "train.packs_per_step=8",
+        "--nproc",
+        "4",
+    ]
     done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "step.json")])
     assert done.exit_code == 0, done.output
     assert (
@@ -44,14 +53,14 @@ def test_the_verb_prints_stages_and_times_and_writes_the_simulated_step(tmp_path
 
 def test_the_page_shows_what_the_verb_prints(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.chdir(ROOT)
-    show_schedule(Recipe.load("quickstart", [PP, "train.micro_batches=4"]), 2)
+    show_schedule(Recipe.load("quickstart", [PP, "train.packs_per_step=4"]), 2)
     printed = capsys.readouterr().out.splitlines()
     (shown,) = re.findall(r"^```text\n(1f1b .*?)^```", (ROOT / "docs" / "pipelines.md").read_text(), re.DOTALL | re.M)
     assert [line for line in shown.splitlines() if line not in printed] == []
 
 
 def test_stages_hold_every_parameter_and_what_two_of_them_hold_counts_twice(tmp_path: Path) -> None:
-    recipe = load(tmp_path, "train.micro_batches=4", "parallel.components.foundation.schedule.split=[2, 3]")
+    recipe = load(tmp_path, "train.packs_per_step=4", "parallel.components.foundation.schedule.split=[2, 3]")
     first, last = show_schedule(recipe)["stages"]
     assert (first["blocks"], last["blocks"], first["rank"], last["rank"]) == ((0, 2), (2, 5), 0, 1)
     assert "model.embed_tokens" in first["others"] and {"image_encoder", "audio_encoder"} <= {*first["others"]}
@@ -71,7 +80,7 @@ def test_equal_stages_take_as_long_as_the_formula_says(
 ) -> None:
     """A rank's forward takes 2 s and its backward 4 s, so ``m (F + B) + (p - 1) (F + B) / v``."""
     schedule = f"parallel.components.foundation.schedule={{kind: {kind}, chunks: {chunks or 'null'}}}"
-    shown = show_schedule(load(tmp_path, schedule, f"train.micro_batches={m}"), forward=4.0)
+    shown = show_schedule(load(tmp_path, schedule, f"train.packs_per_step={m}"), forward=4.0)
     assert shown["bubble_of_equal_stages"] == pytest.approx(1 - m * 6 / makespan)
     assert sum(e["end"] - e["start"] for rank in shown["ranks"] for e in rank["events"]) == pytest.approx(m * 12)
 
@@ -81,9 +90,9 @@ def test_the_default_schedule_runs_with_too_few_micro_batches_and_says_so(
 ) -> None:
     assert check_without_tokenizer(load(tmp_path), 2) == []
     told = capsys.readouterr().out
-    assert "advice: 1f1b on 2 pipeline ranks needs 2 micro-batches per rank and step, but train.micro_bat" in told
+    assert "advice: 1f1b on 2 pipeline ranks needs 2 micro-batches per rank and step, but train.packs_per" in told
     with pytest.raises(
-        UserError, match=r"1f1b on 2 pipeline ranks needs 2 .* gives 1; set train.micro_batches to 2 or"
+        UserError, match=r"1f1b on 2 pipeline ranks needs 2 .* gives 1; set train.packs_per_step to 2 or"
     ):
         show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=1f1b"))
     show_schedule(load(tmp_path, "parallel.components.foundation.schedule.kind=gpipe"))
@@ -93,7 +102,7 @@ def test_a_section_has_a_row_of_its_own_and_the_times_that_are_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = {"vision": {"components": ["image_encoder"], "ranks": 1, "encode_twice": True}}
-    overrides = [f"parallel.sections={json.dumps(section)}", "train.micro_batches=4"]
+    overrides = [f"parallel.sections={json.dumps(section)}", "train.packs_per_step=4"]
     recipe = Recipe.load(tiny_recipe(tmp_path), overrides)
     shown = show_schedule(recipe, 2, forward=1.0, encode=0.5)
     assert shown["kind"] == "accumulate" and [rank["name"] for rank in shown["ranks"]] == ["rank  0", "vision"]
@@ -107,7 +116,7 @@ def test_a_section_has_a_row_of_its_own_and_the_times_that_are_given(
 
 def test_the_stages_of_a_pipeline_have_nothing_of_a_section(tmp_path: Path) -> None:
     section = {"vision": {"components": ["image_encoder"], "ranks": 1}}
-    shown = show_schedule(load(tmp_path, f"parallel.sections={json.dumps(section)}", "train.micro_batches=4"), 3)
+    shown = show_schedule(load(tmp_path, f"parallel.sections={json.dumps(section)}", "train.packs_per_step=4"), 3)
     first, last = shown["stages"]
     assert "audio_encoder" in first["others"] and "image_encoder" not in {*first["others"], *last["others"]}
     assert [rank["name"] for rank in shown["ranks"]] == ["rank  0", "rank  1", "vision"]
@@ -119,4 +128,4 @@ def test_the_stages_of_a_pipeline_have_nothing_of_a_section(tmp_path: Path) -> N
 
 def test_seconds_of_encoders_without_sections_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--encode: this recipe has no sections"):
-        show_schedule(load(tmp_path, "train.micro_batches=4"), encode=1.0)
+        show_schedule(load(tmp_path, "train.packs_per_step=4"), encode=1.0)

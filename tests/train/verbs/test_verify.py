@@ -10,7 +10,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters
 from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Precision
+from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import Precision
 from omnitrain.train.verbs.verify import _parsed, model_of, verify, verify_recipe
 from tests.tiny import tiny_recipe
 

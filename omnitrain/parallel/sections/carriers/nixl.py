@@ -57,7 +57,7 @@ class _Write:
 
 @dataclass(eq=False)
 class _Landing:
-    """A message that others write into a slot of this rank's memory."""
+    """A message that other ranks write into a slot of this rank's memory."""
 
     message: Message
     number: int

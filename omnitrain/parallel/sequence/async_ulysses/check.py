@@ -1,4 +1,4 @@
-"""Check on a shrunken copy of a model which attention modules support async Ulysses (``attention.py``).
+"""Apply async Ulysses (``attention.py``) to the attention modules that support it; a shrunken copy of a model shows it.
 
 A run of the module shows its projections and norms by the tensors that they read, not by their names. The check then
 compares outputs and gradients with the unmodified module: all bits must be equal, with all heads and with some of them.
@@ -7,7 +7,7 @@ compares outputs and gradients with the unmodified module: all bits must be equa
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,10 +22,17 @@ from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import Call, MaskSpec
-from omnitrain.ops.collectives import with_backward
-from omnitrain.parallel.sequence.async_ulysses.attention import AttentionLayout, Input, run_async
+from omnitrain.ops.collectives import gathered_objects, with_backward
+from omnitrain.parallel.sequence.async_ulysses.attention import (
+    AttentionLayout,
+    Input,
+    run_async,
+    use_async_ulysses,
+    why_not_async,
+)
 from omnitrain.parallel.sequence.async_ulysses.projections import TokenExchange, TokenSpans
 from omnitrain.parallel.sequence.head_exchange import Arrival, HeadSpans
 from omnitrain.parallel.sequence.ulysses import OwnHeads, of_own_heads
@@ -154,11 +161,16 @@ def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     hidden = [name for name, value in copied.arguments.items() if value is called[0].given]
     if not hidden:
         raise _NotAsyncError(f"{called[0].name} does not read the hidden states")
-    states = arguments.arguments[hidden[0]]
-    for name, value in arguments.arguments.items():  # others are gathered without a graph
-        if any(isinstance(x, Tensor) and x.requires_grad and x is not states for x in tree_leaves(value)):
-            raise _NotAsyncError(f"its argument {name} has gradients, too")
+    _require_one_with_gradients(arguments.arguments, hidden[0])
     return _Plain(hidden[0], called, calls[0], _results(module, copied.arguments[hidden[0]], output))
+
+
+def _require_one_with_gradients(arguments: Mapping[str, Any], hidden: str) -> None:
+    """Arguments but the hidden states are gathered without a graph."""
+    for name, value in arguments.items():
+        leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf is not arguments[hidden])
+        if any(leaf.requires_grad for leaf in leaves):
+            raise _NotAsyncError(f"its argument {name} has gradients, too")
 
 
 def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> AttentionLayout:
@@ -176,22 +188,15 @@ def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Attention
     bare = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in (*names, "")]
     if bare:
         raise _NotAsyncError(f"it reads {', '.join(bare)} without calling its module")
-    return AttentionLayout(
-        plain.hidden,
-        tuple(
-            Input(
-                call.name,
-                _is_key(call, plain.call),
-                norms[call.name].name if call.name in norms else "",
-                norms[call.name].given.size(-1) if call.name in norms else 0,
-                heads_first and call.name in norms,
-            )
-            for call in inputs
-        ),
-        output.name,
-        plain.call.query.size(1),
-        plain.call.key.size(1),
-    )
+    read = tuple(_input_of(call, norms.get(call.name), plain.call, heads_first) for call in inputs)
+    return AttentionLayout(plain.hidden, read, output.name, plain.call.query.size(1), plain.call.key.size(1))
+
+
+def _input_of(projection: _Called, norm: _Called | None, call: Call, heads_first: bool) -> Input:
+    is_key = _is_key(projection, call)
+    if norm is None:
+        return Input(projection.name, is_key, "", 0, False)
+    return Input(projection.name, is_key, norm.name, norm.given.size(-1), heads_first)
 
 
 def _source(norm: _Called, inputs: list[_Called]) -> str:
@@ -291,3 +296,41 @@ def _results(module: nn.Module, hidden: Tensor, output: Tensor) -> dict[str, Ten
 
 def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class AsyncUlyssesModules:
+    """The number of attention modules with and without async Ulysses."""
+
+    num_async: int  # number of modules whose projections overlap their all-to-alls
+    plain: dict[str, int]  # reason -> number of modules that use plain Ulysses
+
+    def __str__(self) -> str:
+        total = self.num_async + sum(self.plain.values())
+        reasons = "; ".join(f"plain {number}: {reason}" for reason, number in sorted(self.plain.items()))
+        return f"async {self.num_async} of {total} layers" + (f" ({reasons})" if reasons else "")
+
+
+def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
+    """Apply async Ulysses for ``sp`` ranks to the attention modules that support it on all ranks; all must call it.
+
+    The model is not sharded yet, with all other replacements of layers' forwards done.
+    """
+    foundation: Any = model.foundation
+    layouts = attention_layouts(foundation, model.runner.contract)
+    classes = {name for name, _ in layouts}
+    modules = [module for module in foundation.modules() if type(module).__name__ in classes]
+    found = [_layout_on(module, layouts, sp) for module in modules]
+    of_ranks = gathered_objects([reason if isinstance(reason, str) else None for reason in found])
+    plain: Counter[str] = Counter()
+    for module, layout, reasons in zip(modules, found, zip(*of_ranks, strict=True), strict=True):
+        if reason := next(filter(None, reasons), None):  # of any rank, because all ranks must do the same
+            plain[reason] += 1
+        elif isinstance(layout, AttentionLayout):
+            use_async_ulysses(module, layout)
+    return AsyncUlyssesModules(len(modules) - plain.total(), dict(plain))
+
+
+def _layout_on(module: nn.Module, layouts: AttentionLayouts, sp: int) -> AttentionLayout | str:
+    layout = layouts.get(kind_of(module), "its weights have another shape than in the tiny model")
+    return (why_not_async(module, layout, sp) or layout) if isinstance(layout, AttentionLayout) else layout

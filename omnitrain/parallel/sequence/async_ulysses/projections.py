@@ -1,4 +1,4 @@
-"""Overlap the all-to-alls of projections with the computation of others, in forward and backward.
+"""Overlap the all-to-alls of projections with the computation of other projections, in forward and backward.
 
 The operations are the same as projection, then exchange (or the reverse), in another order: tokens are divided into
 chunks, and the exchange of one chunk overlaps with the computation of another. A linear layer computes each token
