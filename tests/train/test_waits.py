@@ -86,7 +86,7 @@ def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monk
     waits = waits_of(device_after_a_step(*vision_language(), monkeypatch))
     assert {place for place in waits if place.startswith("omnitrain.")} == {
         "omnitrain.ops.attention.entry _read",  # of the tower's offsets, which its code makes on the device
-        "omnitrain.parallel.schedule.executor _backward",  # backward of the model's own indexing with masks
+        "omnitrain.parallel.schedule.executor _backward_of_stage",  # backward of the model's own indexing with masks
     }
     assert not any("masking_utils" in place for place in waits)
 
