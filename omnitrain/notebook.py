@@ -1,9 +1,30 @@
 """What a notebook needs besides: functions of cells on ranks, looks at data and layouts, and what cells show."""
 
-from omnitrain.parallel.spawn.errors import RankError as RankError
-from omnitrain.parallel.spawn.launch import RankResults as RankResults
-from omnitrain.parallel.spawn.launch import launch as launch
-from omnitrain.report.notebook import as_html as as_html
-from omnitrain.train.verbs.data_stats import data_stats as data_stats
-from omnitrain.train.verbs.preview import preview as preview
-from omnitrain.train.verbs.schedule import show_schedule as show_schedule
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omnitrain.exports import on_first_use
+
+if TYPE_CHECKING:
+    from omnitrain.parallel.spawn.errors import RankError
+    from omnitrain.parallel.spawn.launch import RankResults, launch
+    from omnitrain.report.notebook import as_html
+    from omnitrain.train.verbs.data_stats import data_stats
+    from omnitrain.train.verbs.preview import preview
+    from omnitrain.train.verbs.schedule import show_schedule
+
+__all__ = ["RankError", "RankResults", "as_html", "data_stats", "launch", "preview", "show_schedule"]
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "RankError": "omnitrain.parallel.spawn.errors",
+        "RankResults": "omnitrain.parallel.spawn.launch",
+        "as_html": "omnitrain.report.notebook",
+        "data_stats": "omnitrain.train.verbs.data_stats",
+        "launch": "omnitrain.parallel.spawn.launch",
+        "preview": "omnitrain.train.verbs.preview",
+        "show_schedule": "omnitrain.train.verbs.schedule",
+    },
+)

@@ -89,14 +89,14 @@ def test_a_process_alone_may_name_any_device(_two_devices: list[torch.device]) -
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [
-        (None, torch.float32),
+        (Precision(), torch.float32),
         (Precision(param="bfloat16"), torch.bfloat16),
         (Precision(compute="bfloat16"), torch.bfloat16),
         (Precision(param="bfloat16", compute="float32"), torch.float32),
     ],
 )
 def test_backends_are_asked_for_the_dtype_in_which_the_foundation_computes(
-    precision: Precision | None, dtype: torch.dtype
+    precision: Precision, dtype: torch.dtype
 ) -> None:
     assert compute_dtype(ParallelPlan(default=ComponentPlan(precision=precision)), None) == dtype
 

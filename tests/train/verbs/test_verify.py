@@ -55,16 +55,16 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("word", "dtypes"),
     [
-        ("plan", None),
+        ("plan", Precision()),
         ("plan.bf16", Precision(compute="bfloat16")),
         ("plan.bf16_param", Precision(param="bfloat16")),
     ],
 )
-def test_the_recipes_own_plan_has_the_dtypes_of_its_word(tmp_path: Path, word: str, dtypes: Precision | None) -> None:
+def test_the_recipes_own_plan_has_the_dtypes_of_its_word(tmp_path: Path, word: str, dtypes: Precision) -> None:
     own = "parallel={default: {tp: 2}, components: {image_encoder: {precision: {compute: bfloat16}}}}"
     plan = _parsed(Recipe.load(str(tiny_recipe(tmp_path)), [own]), word)
     assert isinstance(plan, ParallelPlan) and plan.default == ComponentPlan(tp=2, precision=dtypes)
-    assert plan.components["image_encoder"].precision is None
+    assert plan.components["image_encoder"].precision == Precision()
 
 
 def test_a_report_is_ok_if_something_is_equal_and_only_what_nobody_named_is_refused() -> None:
