@@ -92,7 +92,7 @@ class ReadySamples:
         max_tokens: int | None = None,
         *,
         without_tail: bool = False,
-        may_ask: bool = False,
+        **options: object,
     ) -> Sample:
         """Return ``row`` with its index in the data order."""
         return dataclasses.replace(row.without_tail() if without_tail else row, index=index)
