@@ -187,7 +187,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 @torch.no_grad()
 def load_averages(model: nn.Module, folder: str | Path) -> None:
-    """Write the averages that an ``EMA`` saved in ``folder`` over the weights of ``model``, which is not sharded.
+    """Write the averages of ``AveragedWeights`` in ``folder`` over the weights of ``model``, which is not sharded.
 
     Raises UserError: the folder has no averages, or averages of other parameters.
     """

@@ -15,7 +15,7 @@ from omnitrain.optim.offload import OffloadedOptimizer, like_parameter
 _AVERAGE = "average"
 
 
-class EMA(torch.optim.Optimizer):
+class AveragedWeights(torch.optim.Optimizer):
     """Averages of ``optimizer``'s parameters, fp32, sharded and placed like them; its state dict is an optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omnitrain.data.loading.slots import merge_states
 from omnitrain.data.packing.sample import Rejected
-from omnitrain.optim.ema import EMA
+from omnitrain.optim.ema import AveragedWeights
 from omnitrain.recipe import Recipe
 from omnitrain.train.evaluate.evaluate import EvaluationResult, Evaluator
 from omnitrain.train.evaluate.media_files import save_samples
@@ -31,7 +31,7 @@ class Evaluations:
     evaluator: Evaluator | None  # None: the recipe has no evaluation
     recipe: Recipe
     folder: RunFolder
-    ema: EMA | None  # the averages that are evaluated with ``evaluation.ema``; None: there are none
+    ema: AveragedWeights | None  # the averages that are evaluated with ``evaluation.ema``; None: there are none
     measures: RunMeasures
     interrupt: Interrupt
     metrics: MetricsFile | None  # where scores go; None on all ranks but the first

@@ -21,7 +21,7 @@ from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.device import mixed_seed, seed_device
 from omnitrain.optim.adamw import learning_rate
-from omnitrain.optim.ema import EMA
+from omnitrain.optim.ema import AveragedWeights
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import OnOutput, OnPhase
@@ -124,7 +124,7 @@ class Trainer:
         self.layout, self.compiled = prepared.layout, prepared.compiled
         self.optimizer = optimizer_of(self.model, recipe.train.optimizer, self.layout)
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
-        self.ema = EMA(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
+        self.ema = AveragedWeights(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
         optimizers = {OPTIMIZER: self.optimizer} | ({EMA_FOLDER: self.ema} if self.ema else {})
         saved = read_state(self.resumed, self.model, optimizers) if self.resumed else TrainingState()
         folder = self.folder.path

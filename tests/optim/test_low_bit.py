@@ -14,7 +14,7 @@ from omnitrain.checkpoint.optimizer import load_optimizer, save_optimizer
 from omnitrain.errors import UserError
 from omnitrain.optim.adamw import local_shard
 from omnitrain.optim.build import build_optimizer
-from omnitrain.optim.ema import EMA
+from omnitrain.optim.ema import AveragedWeights
 from omnitrain.optim.low_bit import AdamW8bit
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Optimizer
@@ -75,7 +75,7 @@ def test_a_run_resumes_with_the_same_8_bit_values(tmp_path: Path) -> None:
 def test_averages_follow_weights_whose_moments_have_8_bits() -> None:
     model = model_of_two_layers()
     optimizer = build_optimizer(model, SETTINGS)
-    ema, by_hand = EMA(optimizer, 0.9), [weight.detach().double() for weight in model.parameters()]
+    ema, by_hand = AveragedWeights(optimizer, 0.9), [weight.detach().double() for weight in model.parameters()]
     for step in range(3):
         train(model, optimizer, 1, first=step)
         ema.step()

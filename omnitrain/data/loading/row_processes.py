@@ -114,7 +114,7 @@ class _Failed(NamedTuple):
     trace: str
 
 
-class _Batch:
+class _RowBatch:
     """Rows that were requested together, in order; those that have not arrived are None."""
 
     def __init__(self, rows: Sequence[Draw | Rejected]) -> None:
@@ -128,7 +128,7 @@ class _Batch:
 
 class _Request(NamedTuple):
     draw: Draw
-    batch: _Batch
+    batch: _RowBatch
     place: int  # in the batch
 
 
@@ -216,10 +216,10 @@ class RowProcesses:
 
     def prepare(self, requests: Iterator[Sequence[Draw | Rejected]]) -> Generator[list[Prepared], None, None]:
         """Yield batches of prepared rows in order; TrainingError: a process was killed, or a row failed."""
-        ahead: deque[_Batch] = deque()
+        ahead: deque[_RowBatch] = deque()
         while True:
             while len(ahead) < self._most and (rows := next(requests, None)) is not None:
-                ahead.append(batch := _Batch(rows))
+                ahead.append(batch := _RowBatch(rows))
                 asked = [_Request(row, batch, i) for i, row in enumerate(rows) if not isinstance(row, Rejected)]
                 if asked:
                     min(self._processes, key=lambda process: len(process.unanswered)).request(asked)
