@@ -81,6 +81,7 @@ class TokenDecoderConfig(PreTrainedConfig):
         num_codebooks: number of codebooks of a residual codec, flattened in time order (audio only).
         max_tokens: maximum number of tokens to generate for an item.
         initializer_range: standard deviation of the fresh embedding and head.
+        of_foundation: names of the foundation's modules that are the tokenizer, embedding and head; None: its own.
     """
 
     model_type = "omnitrain_token_decoder"
@@ -92,6 +93,7 @@ class TokenDecoderConfig(PreTrainedConfig):
     num_codebooks: int = 1
     max_tokens: int = 1024
     initializer_range: float = 0.02
+    of_foundation: dict | None = None
 
 
 class MelVQConfig(PreTrainedConfig):

@@ -179,11 +179,18 @@ class _ImageVQTokenizer:
     modality = "image"
 
     def __init__(self, model: PreTrainedModel, image_size: int | None) -> None:
-        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
+        """Check ``image_size``, pixels; UserError: missing, no multiple of the stride, or not the model's only size."""
         self.model, stride = model, _stride(model)
+        rows = getattr(model.config, "num_patches", None)  # of a model that decodes one size alone
+        image_size = image_size or (rows and rows * stride)
         if image_size is None or image_size % stride:
             raise UserError(
                 f"an image decoder needs image_size, a multiple of {stride} for this tokenizer; found {image_size}"
+            )
+        if rows and image_size != rows * stride:
+            raise UserError(
+                f"image_size: found {image_size}, but {type(model).__name__} decodes images of {rows * stride} pixels "
+                "alone; use this size, or leave it out"
             )
         self.image_size, self.side = image_size, image_size // stride
         self.num_codes = _num_codes(model)
