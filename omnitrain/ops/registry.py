@@ -19,15 +19,13 @@ def _on_every_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation.
-
-    ``missing``: device -> missing requirement; None: nothing is missing. ``automatic``: device types on which ``auto``
-    may choose it if nothing is missing; None: any.
-    """
+    """One implementation of an operation."""
 
     name: str  # name in recipes
     run: Callable[..., Any]  # the implementation
+    # device -> missing requirement; None: nothing is missing
     missing: Callable[[torch.device], str | None] = _on_every_device
+    # device types on which ``auto`` may choose it if nothing is missing; None: any
     automatic: tuple[str, ...] | None = None
 
 

@@ -20,12 +20,7 @@ from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.roles import roles_of
-from omnitrain.parallel.resolve.sections import (
-    divide_encoders,
-    idle_settings,
-    section_problems,
-    starving_sections,
-)
+from omnitrain.parallel.resolve.sections import divide_encoders, idle_settings, section_problems, starving_sections
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan

@@ -134,10 +134,7 @@ class Outbox:
         self._sent[receiver].append((number, departure))
 
     def finish(self) -> None:
-        """Wait until everything that was pushed has left.
-
-        Raises LostRankError: a receiver has ended or is silent.
-        """
+        """Wait until everything that was pushed has left. Raises LostRankError: a receiver has ended or is silent."""
         for receiver in self._sent:
             self._await_departures(receiver, self._counts[receiver])
 

@@ -33,10 +33,7 @@ class _Pass(NamedTuple):
 
 
 def with_sections(
-    schedule: Schedule,
-    sections: Sequence[SectionWindows],
-    durations: Durations,
-    encoding: Callable[[str, int], float],
+    schedule: Schedule, sections: Sequence[SectionWindows], durations: Durations, encoding: Callable[[str, int], float]
 ) -> Schedule:
     """Return a schedule with a list of actions for each section, after those of the pipeline ranks.
 

@@ -105,10 +105,7 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def _partition(
-    places: Sequence[int],
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    add: Callable[[float, float], float],
+    places: Sequence[int], num_stages: int, cost: Callable[[int, int, int], float], add: Callable[[float, float], float]
 ) -> list[int]:
     """Return the bounds of stages for which costs, put together by ``add``, are least.
 

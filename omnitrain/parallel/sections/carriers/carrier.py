@@ -25,10 +25,7 @@ class Departure(Protocol):
     """A part of a message on its way to another rank."""
 
     def wait(self) -> object:
-        """Wait until the sent tensors may change. Called once.
-
-        Raises LostRankError: the receiver has ended.
-        """
+        """Wait until the sent tensors may change. Called once. Raises LostRankError: the receiver has ended."""
         ...
 
 

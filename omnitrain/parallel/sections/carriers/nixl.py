@@ -161,10 +161,7 @@ class NixlCarrier:
         return tensors
 
     def await_peers(self, peers: Sequence[int], is_ready: Callable[[], bool]) -> None:
-        """Wait until ``is_ready``.
-
-        Raises LostRankError: one of ``peers`` has ended.
-        """
+        """Wait until ``is_ready``. Raises LostRankError: one of ``peers`` has ended."""
         last_ping = time.monotonic()
         while True:
             with self._lock:
