@@ -57,10 +57,7 @@ def new_group(
 
 
 def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> dist.ProcessGroup | None:
-    """Return the group of some ranks for a use, which the first call makes. All ranks call it, as :func:`new_group`.
-
-    Calls with the same ``use`` have the same ``settings``, and are never waited for in two threads at once.
-    """
+    """Return the group of ranks for a ``use``, which the first call of all ranks makes, always with equal settings."""
     made = _shared.setdefault(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
     key = (use, tuple(ranks))
     if key not in made:

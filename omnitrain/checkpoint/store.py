@@ -262,11 +262,7 @@ def _require_seen(path: Path, folder: Path) -> None:
 
 
 def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
-    """Compare a checkpoint's files with its manifest; ``peers``, which all call this, divide the files.
-
-    Files in the folder ``unread`` of the checkpoint are skipped. Raises DamagedCheckpointError: files are missing or
-    differ; the message lists them; UserError: the run that saved it has removed it meanwhile.
-    """
+    """Compare the files of a checkpoint, but for its folder ``unread``, with its manifest; ``peers`` divide them."""
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted({name for of_rank in damaged for name in of_rank}):
         if not checkpoint.is_dir():

@@ -36,20 +36,16 @@ class OmniConfig(PreTrainedConfig):
 
 
 class VisionEncoderConfig(PreTrainedConfig):
-    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
-
-    ``hidden_size`` is the foundation's. Of a video, ``fps`` frames of each second are read, all if None, at most
-    ``max_frames``.
-    """
+    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts."""
 
     model_type = "omnitrain_vision_encoder"
 
     tower: dict | None = None
     processor: dict | None = None
     projector: dict | None = None
-    hidden_size: int = 0
-    max_frames: int = 32
-    fps: float | None = None
+    hidden_size: int = 0  # the foundation's
+    max_frames: int = 32  # of a video
+    fps: float | None = None  # frames of each second of a video; None: all, at most `max_frames`
 
 
 class AudioEncoderConfig(PreTrainedConfig):

@@ -51,19 +51,15 @@ def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The state of a slot, from which it resumes.
-
-    ``held_pieces``: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-    ``fatal``: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
-    """
+    """The state of a slot, from which it resumes."""
 
     next_index: int  # global index of its first sample that was not drawn yet
     held: tuple[int, ...] = ()  # indices of samples that were drawn but not packed yet, oldest first
     rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
-    held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # index in `held` -> unpacked pieces
     num_packs: int = 0  # made so far, which is the number of steps
     begun: tuple[int, ...] = ()  # index at which the slot began the second and each later stage
-    fatal: tuple[Rejected, ...] = ()
+    fatal: tuple[Rejected, ...] = ()  # missed their deadline or crashed a decoder: rejected whenever they are drawn
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:

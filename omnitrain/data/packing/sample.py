@@ -132,11 +132,7 @@ class Sample:
         return len(self.input_ids) if self.num_inputs is None else self.num_inputs
 
     def without_tail(self) -> Sample:
-        """Return the sample without the tokens after the last one that a loss reads.
-
-        Media spans stay whole, and a sample with ``forward_inputs`` is returned as it is. For a causal model this
-        changes neither losses nor gradients.
-        """
+        """Return the sample without tokens after the last one that a loss reads or media have; causal losses stay."""
         if self.forward_inputs:
             return self
         media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
@@ -146,16 +142,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measure:
-    """The size of a sample, by which packs are filled, too; further attributes as in :class:`Sample`.
-
-    ``tokens``: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
-    `` predicted`` after them. They add up to ``length``.
-    """
+    """The size of a sample, by which packs are filled, too; further attributes as in :class:`Sample`."""
 
     source: str
     length: int  # tokens that the model gets
     num_predicted: int  # tokens that the loss has, text and media
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int]  # `text`, `image`, ..., and with `` predicted`` after it -> tokens; their sum is `length`
     items: Mapping[str, int]  # modality -> images, sounds or videos
     lowered: int = 0  # number of videos that a limit of frames reads at a lower rate
     elements: Mapping[str, int] = field(default_factory=dict)

@@ -39,10 +39,7 @@ class NativeInputs:
 
 
 def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:
-    """Return the names of arguments that a model would miss: they are ``taken``, or media, and are not ``passed``.
-
-    ``given`` are the arguments of one sample, from a HF processor. Masks that are true everywhere say nothing.
-    """
+    """Return names of a sample's arguments that are ``taken``, or media, and not ``passed``; full masks aside."""
     lost = {name: value for name, value in given.items() if value is not None and name not in passed}
     return sorted(name for name, value in lost.items() if _says_something(value, is_taken=name in taken))
 

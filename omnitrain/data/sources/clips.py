@@ -218,10 +218,9 @@ def _upright(frame: Any) -> Image.Image:
 
 
 def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, int] | None:
-    """Decode the mono sound of a video with PyAV; its first sample is heard when the first frame of the part is shown.
+    """Decode the mono sound of a video with PyAV: ``[samples]`` float32 and their rate in Hz; None: it has no sound.
 
-    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out. Returns
-    ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
+    Its first sample is heard with the first frame of the part; where the film has no sound, it is silent.
     """
     if not container.streams.audio:
         return None

@@ -95,11 +95,9 @@ class Row:
 
     @contextmanager
     def open_media(self, modality: str, position: int) -> Iterator[MediaFile]:
-        """Open the encoded file of the ``position``-th part of ``modality``.
+        """Open the encoded file of the ``position``-th part of ``modality``, as far as it is needed.
 
-        A ``ValueError`` of the block names the file; a ``UserError`` stays as it is. A file of this machine is read as
-        far as it is needed. Raises ValueError: the row has fewer media than parts, the file cannot be read, or the part
-        of it is wrong.
+        A ``ValueError`` of the block names the file. Raises ValueError: there is no such file, or no such part of it.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
         if position >= len(values):
@@ -144,15 +142,11 @@ def _path_of(file: Any) -> str | None:
 class RowSource(Sequence[Row]):
     """A data set with checked columns. Media stay encoded until a row is used.
 
-    ``is_stream``: whether its rows should be asked for in their order. ``schema``: how its records become messages.
-    ``takes_markers``: whether the recipe says which modalities texts mark.
+    ``is_stream``: its rows are asked for in order. ``takes_markers``: the recipe says which modalities texts mark.
     """
 
     def __init__(self, source: DataSource, name: str | None = None) -> None:
-        """Open the data set of the recipe's node. ``name``: in metrics, and in the ids of rows that have none.
-
-        Raises DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
-        """
+        """Open a data set; ``name``: in metrics and ids. DataError: it cannot be read, is empty, or lacks a column."""
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self.encoders, self.decoders = source.encoders, source.decoders

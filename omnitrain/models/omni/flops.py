@@ -103,10 +103,7 @@ class ModelFlops:
         self._sequences, self._items, self._heads = {}, {}, {}
 
     def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
-        """Return the FLOPs of the foundation over samples of these lengths with ``predicted`` text tokens to predict.
-
-        ``reads_trained``: they have media of encoders that train, so that a frozen foundation has a backward.
-        """
+        """Return the foundation's FLOPs over samples; ``reads_trained``: with media of encoders that train."""
         if reads_trained not in self._sequences:
             self._sequences[reads_trained] = self._sequence(reads_trained)
         return self._sequences[reads_trained].of(lengths, predicted)

@@ -57,11 +57,7 @@ class Teacher(ContainerModel, EncoderMixin):
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the language model by its contract, over text alone.
-
-        Raises:
-            UserError: the contract check refused the model, or found that it cannot run several samples at once.
-        """
+        """Runs the language model by its contract, over text alone; UserError: it cannot run samples in packs."""
         kind = type(self.model).__name__
         with refusing(f"{kind} cannot be run"):
             contract = contract_of(self.model, "as a teacher")
@@ -114,11 +110,7 @@ def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: A
 
 
 def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:
-    """Return a pack in which ``teachers`` have items: the samples with tokens that the text's loss predicts.
-
-    Raises:
-        UserError: such a sample has media, which a teacher does not read.
-    """
+    """Return a pack in which ``teachers`` have its samples with text to predict; UserError: one has media."""
     missing = [name for name in teachers if name not in pack.inputs]
     ends = np.cumsum(pack.info.lengths)
     read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
