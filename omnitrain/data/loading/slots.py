@@ -69,24 +69,13 @@ class SlotState:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The state of a run's data. It does not depend on the number of ranks.
+    """The state of a run's data. It does not depend on the number of ranks."""
 
-    Attributes:
-        slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
-            of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once. The state of one loader has rows that its rank met, after the rows of
-            the state from which it continues.
-        tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
-            Empty: weights are shares of draws.
-        skipped: number of first samples of each source that a run that goes on need not read again, if the source can
-            only be iterated; 0 of others. Empty: there are no such sources.
-    """
-
-    slots: Mapping[int, SlotState] = field(default_factory=dict)
-    rejected: tuple[Rejected, ...] = ()
+    slots: Mapping[int, SlotState] = field(default_factory=dict)  # of merged ranks; empty: the beginning of a run
+    rejected: tuple[Rejected, ...] = ()  # rows skipped so far, each once; on one rank, those before and its own
     order_version: int = ORDER_VERSION
-    tokens_per_draw: tuple[float, ...] = ()
-    skipped: tuple[int, ...] = ()
+    tokens_per_draw: tuple[float, ...] = ()  # mean of each source, for weights of tokens; empty: weights of draws
+    skipped: tuple[int, ...] = ()  # first samples of each source, if it is a stream, that need not be read again
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:

@@ -17,12 +17,11 @@ _WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    """Return an upright RGB image. ``picture`` is one image of its own, and may be changed.
+    """Return an upright RGB image, white where it is transparent. ``picture`` may be changed.
 
-    What is transparent shows white. Pixels that are no bytes (16 or 32 bits, floats) are scaled: 0 is black, and white
-    is 65535 in PNG; in other formats 1 for floats up to 1, else the largest value of the fewest bits that hold all
-    pixels (8, 10, 12, 14 or 16), or the brightest pixel above that. Raises ValueError: such pixels are negative or not
-    finite.
+    Pixels that are no bytes are scaled: 0 is black; white is 65535 in PNG; in other formats 1 for floats up to 1, else
+    the largest value of the fewest bits that hold all pixels (8, 10, 12, 14 or 16), or the brightest pixel above that.
+    Raises ValueError: such pixels are negative or not finite.
     """
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode.startswith(("I", "F")):

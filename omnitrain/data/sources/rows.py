@@ -37,36 +37,20 @@ _OTHER_ROWS = ", or `columns.prompt` and `columns.response`, or `columns.text` f
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set.
+    """One row of a data set."""
 
-    Attributes:
-        id: unique name of the row.
-        source: name of the source by which metrics are split.
-        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...], ...}, ...]``, perhaps with
-            ``tool_calls``, ``reasoning_content``, ``weight`` (0: not trained) and keys that a chat template reads.
-        media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
-        extra: all other columns, for scorers.
-        tools: tools that the assistant may call, as in the column; None: none.
-        document: a text to train on in place of messages.
-        problem: why the row cannot be read; empty if it can.
-        reader: reads the files of its media.
-        reading: how its images and videos are read, as far as the data set says it.
-        encoders: names of those that read its media. None: all encoders of their modality.
-        decoders: names of those that write the media of its answers. None: the only ones of their modality.
-    """
-
-    id: str
-    source: str
-    messages: list[dict[str, Any]]
-    media: dict[str, list[Any]]
-    extra: dict[str, Any]
-    tools: Any = None
-    document: Document | None = None
-    problem: str = ""
-    reader: FileReader = field(default_factory=FileReader)
-    reading: Reading = UNSAID
-    encoders: Sequence[str] | None = None
-    decoders: Sequence[str] | None = None
+    id: str  # unique name of the row
+    source: str  # name of the source by which metrics are split
+    messages: list[dict[str, Any]]  # with `role`, `content` (a text, or parts with `type`), perhaps `tool_calls`
+    media: dict[str, list[Any]]  # modality -> encoded files (bytes or a path), in the order of the parts that show them
+    extra: dict[str, Any]  # all other columns, for scorers
+    tools: Any = None  # tools that the assistant may call, as in the column; None: none
+    document: Document | None = None  # a text to train on in place of messages
+    problem: str = ""  # why the row cannot be read; empty if it can
+    reader: FileReader = field(default_factory=FileReader)  # reads the files of its media
+    reading: Reading = UNSAID  # how its images and videos are read, as far as the data set says it
+    encoders: Sequence[str] | None = None  # those that read its media; None: all of their modality
+    decoders: Sequence[str] | None = None  # those that write the media of its answers; None: the only ones
 
     @property
     def question(self) -> list[dict[str, Any]]:

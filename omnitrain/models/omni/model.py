@@ -274,12 +274,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     ) -> None:
         """Recompute the layers of all components in the backward, as ``gradient_checkpointing`` of HF ``Trainer`` asks.
 
-        Args:
-            activation_checkpointing_kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
-            options: ``every_n_layers`` and ``offload`` of transformers.
-
-        Raises:
-            UserError: ``use_reentrant`` is true, or the model is parallelized.
+        ``activation_checkpointing_kwargs``: of torch's ``checkpoint``; ``options``: ``every_n_layers`` and ``offload``
+        of transformers. Raises UserError: ``use_reentrant`` is true, or the model is parallelized.
         """
         given = {"use_reentrant": False, "context_fn": recompute_contexts} | (activation_checkpointing_kwargs or {})
         if given["use_reentrant"]:
@@ -367,17 +363,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     ) -> FoundationOutput | torch.Tensor:
         """Run a pipeline stage of the foundation; all stages in order compute what :meth:`run_foundation` does.
 
-        Args:
-            encoded: the result of :meth:`encode_media`. A stage reads only some of the features
-                (:attr:`stage_contract`); the others may be any tensors of the same shapes.
-            span: the blocks of the stage.
-            arrived: ``[1, t, hidden]``, the result of the previous stage; None for the first stage.
-
-        Returns:
-            The output of the foundation for the last stage; for another stage, ``[1, t, hidden]`` for the next one.
-
-        Raises:
-            UserError: the foundation cannot be cut there.
+        ``encoded``: features that the stage does not read (:attr:`stage_contract`) may be any tensors of the same
+        shapes. ``arrived``: ``[1, t, hidden]``, the result of the previous stage, as this returns it; None: the first
+        stage. The last one returns the foundation's output. Raises UserError: the foundation cannot be cut there.
         """
         stage = self.stage_of(StageInput(span, () if arrived is None else (arrived,)))
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice

@@ -34,11 +34,6 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
     """Return modality that the foundation reads by itself -> number of its features for this rank's tokens.
 
     Modalities that share a placeholder count as the first of them, as in :class:`EncodedMedia`.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-        sequence_slice: the slice of the sequence on this rank; None: all tokens.
     """
     numbers: dict[str, int] = {}
     first: dict[int, str] = {}

@@ -70,13 +70,7 @@ class Teacher(ContainerModel, EncoderMixin):
         return ComponentAdapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
-        """Return the last hidden states of samples, ``[sum(num_tokens), width]``, without a graph.
-
-        ``features``: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
-
-        Raises:
-            UserError: the model does not call its head as a module, and so hides its last hidden states.
-        """
+        """Return the last hidden states of samples, ``[sum(num_tokens), width]``; UserError: the model hides them."""
         input_ids = features["input_ids"][None]
         positions = torch.cat([torch.arange(number, device=input_ids.device) for number in num_tokens])
         states: list[Tensor] = []
