@@ -37,8 +37,7 @@ B = TypeVar("B", bound=Backend)
 def choose(operation: str, backends: Sequence[B], wanted: str, device: torch.device) -> B:
     """Return the backend named ``wanted``; ``auto``: the first that is automatic on ``device`` and can run.
 
-    Raises:
-        UserError: the backend is unknown or cannot run on ``device``; names those that can.
+    Raises UserError: the backend is unknown or cannot run on ``device``; names those that can.
     """
     if wanted == "auto":
         automatic = (b for b in backends if b.automatic is None or device.type in b.automatic)

@@ -187,8 +187,7 @@ def _sources(state: ParallelState) -> list[int]:
 def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
     """Load the weights, with several ranks on the first rank of each section, which leaves them in their files.
 
-    Returns:
-        Whether all ranks get theirs while the model is sharded.
+    Returns whether all ranks get theirs while the model is sharded.
     """
     omni, is_spread_out = prepared.model, prepared.state.num_ranks > 1
     if weights_path is not None:

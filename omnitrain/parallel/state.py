@@ -242,8 +242,7 @@ def init_parallel_state(
 def init_state_of(plan: ParallelPlan) -> ParallelState:
     """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation.
 
-    Raises:
-        UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
+    Raises UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
     _ensure_process_group()
     return _as_default(_states_of(plan, dist.get_world_size()))

@@ -19,33 +19,23 @@ from omnitrain.plan.tables import StepTables
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a component on one rank.
+    """One call of a component on one rank."""
 
-    Attributes:
-        call_site: index in ``topology.call_sites``.
-        index: index among the calls at this call site in this micro-batch.
-        items: items to encode, in this order. Empty for a forward or head, and for an ``encode`` call for which this
-            rank has no items and runs the component's minimal input.
-    """
-
-    call_site: int
-    index: int
+    call_site: int  # index in ``topology.call_sites``
+    index: int  # index among the calls at this call site in this micro-batch
+    # items to encode, in this order. Empty for a forward or head, and for an ``encode`` call for which this rank has no
+    # items and runs the component's minimal input
     items: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long a step's work takes, in seconds or in any other unit.
+    """How long a step's work takes, in seconds or in any other unit."""
 
-    Attributes:
-        per_token: forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage.
-        per_cost: component -> forward of an item on one rank, per unit of its cost.
-        quadratic: the part of attention in a sample's time, relative to the linear part: a sample of n tokens takes
-            ``per_token * (n + quadratic * n ** 2)``.
-    """
-
-    per_token: float
-    per_cost: Mapping[str, float]
+    per_token: float  # forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage
+    per_cost: Mapping[str, float]  # component -> forward of an item on one rank, per unit of its cost
+    # the part of attention in a sample's time, relative to the linear part: a sample of n tokens takes ``per_token * (n
+    # + quadratic * n ** 2)``
     quadratic: float = 0.0
 
     def of_packs(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
@@ -55,36 +45,24 @@ class Rates:
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The routes of items from producers to consumers, sorted by consumer, then by the order of items in its pack.
+    """The routes of items from producers to consumers, sorted by consumer, then by the order of items in its pack."""
 
-    Attributes:
-        item: ``[routes]`` int64.
-        producer: ``[routes]`` int64, rank that encodes the item.
-        consumer: ``[routes]`` int64, rank whose sequence contains the item's features, or that calls what reads them.
-        rows: ``[routes]`` int64, rows of the item's features.
-    """
-
-    item: np.ndarray
-    producer: np.ndarray
+    item: np.ndarray  # ``[routes]`` int64
+    producer: np.ndarray  # ``[routes]`` int64, rank that encodes the item
+    # ``[routes]`` int64, rank whose sequence contains the item's features, or that calls what reads them
     consumer: np.ndarray
-    rows: np.ndarray
+    rows: np.ndarray  # ``[routes]`` int64, rows of the item's features
 
 
 class Balance(NamedTuple):
-    """How the cost of an encoder is divided among its ranks in a step.
+    """How the cost of an encoder is divided among its ranks in a step."""
 
-    Attributes:
-        items: number of items.
-        moved: number of items that a rank encodes which did not draw them.
-        imbalance_drawn: cost on the busiest rank of each window (the others wait for it) divided by the mean, if each
-            rank encoded the items that it drew.
-        imbalance: the same with this plan.
-    """
-
-    items: int
-    moved: int
+    items: int  # number of items
+    moved: int  # number of items that a rank encodes which did not draw them
+    # cost on the busiest rank of each window (the others wait for it) divided by the mean, if each rank encoded the
+    # items that it drew
     imbalance_drawn: float
-    imbalance: float
+    imbalance: float  # the same with this plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,26 +71,17 @@ class StepPlan(StepTables):
 
     ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
     ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
-
-    Attributes:
-        topology: components and ranks of the run.
-        calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
-        calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
-        producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
-        work: ``[items]`` int64, all items sorted by slot, producer and call.
-        call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
-        work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
-        rates: with sections, how long the work takes, from which its schedule follows; else None.
     """
 
-    topology: Topology
-    calls: np.ndarray
+    topology: Topology  # components and ranks of the run
+    calls: np.ndarray  # ``[M, E]`` int64, calls at each call site; the same on all ranks of its component
+    # ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input
     calls_with_data: np.ndarray
-    producer: np.ndarray
-    work: np.ndarray
-    call: np.ndarray
-    work_cell: np.ndarray
-    rates: Rates | None
+    producer: np.ndarray  # ``[items]`` int64, rank that encodes it: the first one of the call group that does
+    work: np.ndarray  # ``[items]`` int64, all items sorted by slot, producer and call
+    call: np.ndarray  # ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer
+    work_cell: np.ndarray  # ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``
+    rates: Rates | None  # with sections, how long the work takes, from which its schedule follows; else None
 
     @property
     def num_micro_batches(self) -> int:
@@ -422,27 +391,16 @@ _TITLES = ("micro-batch", "component", "calls", "items", "travel", "minimal on",
 
 
 class ComponentLine(NamedTuple):
-    """The work of a component in a micro-batch.
+    """The work of a component in a micro-batch."""
 
-    Attributes:
-        micro_batch: index of the micro-batch.
-        component: name of the component.
-        calls: calls on each of its ranks.
-        items: number of items it encodes.
-        travelling: number of these items that a rank other than their producer needs.
-        minimal_ranks: number of ranks that make at least one call with the minimal input.
-        imbalance: cost on the busiest rank divided by the mean; 1 if all costs are 0.
-        reduces: whether this is the component's last active micro-batch.
-    """
-
-    micro_batch: int
+    micro_batch: int  # index of the micro-batch
     component: str
-    calls: int
-    items: int
-    travelling: int
-    minimal_ranks: int
-    imbalance: float
-    reduces: bool
+    calls: int  # calls on each of its ranks
+    items: int  # number of items it encodes
+    travelling: int  # number of these items that a rank other than their producer needs
+    minimal_ranks: int  # number of ranks that make at least one call with the minimal input
+    imbalance: float  # cost on the busiest rank divided by the mean; 1 if all costs are 0
+    reduces: bool  # whether this is the component's last active micro-batch
 
 
 def component_table(lines: Iterable[ComponentLine]) -> list[str]:

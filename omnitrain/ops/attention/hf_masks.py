@@ -42,9 +42,8 @@ def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bo
     ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` holds
     the indices.
 
-    Raises:
-        UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
-            meaning inside a segment is unknown.
+    Raises UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
+    meaning inside a segment is unknown.
     """
     pattern = pattern_of(mask_function, offsets)
     if pattern is None or (pattern.window is not None and not pattern.causal):
@@ -91,8 +90,7 @@ def within_segments(function: MaskFunction, starts: Tensor) -> MaskFunction:
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
     start at 0 in each segment; ``starts`` ``[T]`` is the first token of each token's segment.
 
-    Raises:
-        UserError: see :func:`describe`.
+    Raises UserError: see :func:`describe`.
     """
     name, captured = _name(function), _captured(function)
     if name in ("and_masks", "or_masks"):

@@ -66,8 +66,7 @@ class RouterMonitor:
     Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
     parallelized, or on one process.
 
-    Raises:
-        UserError: the model has no experts, or its routers do not support ``balance``.
+    Raises UserError: the model has no experts, or its routers do not support ``balance``.
     """
 
     def __init__(self, model: OmniModel, balance: ExpertsBalance) -> None:

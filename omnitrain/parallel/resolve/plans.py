@@ -101,17 +101,11 @@ def resolve_without_ranks(
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
     """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
-    Args:
-        model: not parallelized, on any device; its weights stay unchanged.
-        plan: the plan of a recipe.
-        mixed_precision: see :class:`CallFlags`.
-        num_ranks: number of ranks. None: the first number that the plan fits.
-
-    Raises:
-        PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks with the
-            fewest problems.
-        UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In the second case, what
-            does not fit the model on any number of ranks is in the message, too.
+    ``model``: not parallelized, on any device; its weights stay unchanged. ``plan``: the plan of a recipe.
+    ``mixed_precision``: see :class:`CallFlags`. ``num_ranks``: number of ranks. None: the first number that the plan
+    fits. Raises PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks
+    with the fewest problems; UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In
+    the second case, what does not fit the model on any number of ranks is in the message, too.
     """
     if num_ranks is not None:
         try:

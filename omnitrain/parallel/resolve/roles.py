@@ -20,19 +20,13 @@ Role = Literal[
 
 
 class Refusal(NamedTuple):
-    """Fields that components of a role may not set.
+    """Fields that components of a role may not set."""
 
-    Attributes:
-        role: the components.
-        fields: keys of :class:`~omnitrain.recipe.parallel.ComponentPlan`; ``encode`` and other groups: all their keys.
-        reason: why, and what to do; it follows "found VALUE, but".
-        values: the values that are refused; empty: all that have an effect.
-    """
-
-    role: Role
+    role: Role  # the components
+    # keys of :class:`~omnitrain.recipe.parallel.ComponentPlan`; ``encode`` and other groups: all their keys
     fields: tuple[str, ...]
-    reason: str
-    values: tuple[object, ...] = ()
+    reason: str  # why, and what to do; it follows "found VALUE, but"
+    values: tuple[object, ...] = ()  # the values that are refused; empty: all that have an effect
 
     @property
     def keys(self) -> list[str]:

@@ -73,8 +73,7 @@ class Message:
     def require(self, part: Part, tensors: Sequence[Tensor]) -> None:
         """Check that ``tensors`` are the rows of a part.
 
-        Raises:
-            ValueError: they have other shapes or dtypes.
+        Raises ValueError: they have other shapes or dtypes.
         """
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         expected = [((part.rows, *shape), dtype) for shape, dtype in self.tensors]

@@ -105,8 +105,7 @@ class UlyssesShard:
         One all-to-all exchanges queries, keys and values, another one the output. A rank receives only the key heads
         that its queries read.
 
-        Raises:
-            UserError: the ranks do not divide the heads, or ring attention does not support the call.
+        Raises UserError: the ranks do not divide the heads, or ring attention does not support the call.
         """
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:

@@ -73,8 +73,7 @@ def split_by_numbers(
 ) -> tuple[Blocks, ...]:
     """Divide blocks into stages of given sizes; ``legal_cuts``: see :func:`split_by_cost`.
 
-    Raises:
-        ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.
+    Raises ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.
     """
     written = ", ".join(map(str, numbers))
     if len(numbers) != num_stages:
