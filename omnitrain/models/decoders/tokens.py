@@ -23,8 +23,7 @@ from omnitrain.transformers_private import ContainerModel
 class TokenDecoder(ContainerModel, DecoderMixin):
     """An embedding and a head for a media tokenizer's codes.
 
-    Items without a fixed length (sound) end with an extra class, the end token. It is part of their span: the head
-    predicts it, the embedding feeds it back, and the text that follows is predicted from it.
+    Items without a fixed length (sound) end with an extra class, the end token, which is predicted and fed back.
     """
 
     config_class = TokenDecoderConfig

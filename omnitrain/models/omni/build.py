@@ -272,11 +272,7 @@ def _from_checkpoint(
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:
-    """Return the config of the saved omni model in a folder or Hub id.
-
-    Raises:
-        UserError: ``folder`` holds no config, or the config of another kind of model.
-    """
+    """Return the config of the saved omni model in a folder or Hub id; UserError: there is none."""
     require_folder(str(folder), "omni model")
     try:
         model_type = OmniConfig.get_config_dict(folder)[0].get("model_type")
