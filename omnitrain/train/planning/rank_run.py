@@ -1,0 +1,99 @@
+"""Run a rank's step under a meter: a real rank, or a rank of a fake world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.rank_meter import Mark, RankMeter
+from omnitrain.ops.timing import SpanRecorder, What
+from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.plan.schedule.actions import Action
+
+
+class ActionRun(NamedTuple):
+    """An action of a rank's schedule, and what was counted from its start to its end."""
+
+    action: Action
+    alive: int  # bytes when it began
+    end: Mark
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """What a rank holds and does in a step; sizes in bytes.
+
+    Attributes:
+        weights: its parameters and buffers.
+        gradients: what the backwards leave.
+        optimizer: what the update leaves.
+        peak: the most at any time, with the state of the optimizer from the steps before.
+        actions: of its schedule, in order.
+        update: from the end of the last backward to the end of the optimizer's step.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    peak: int
+    actions: tuple[ActionRun, ...]
+    update: Mark
+
+    @property
+    def activations(self) -> int:
+        """All else at the peak: what forwards keep, features, gathered weights, and buffers."""
+        return self.peak - self.weights - self.gradients - self.optimizer
+
+
+class _Actions(SpanRecorder):
+    """Records what a meter counts in place of times."""
+
+    def __init__(self, meter: RankMeter) -> None:
+        super().__init__()
+        self.is_on, self.meter, self.runs = True, meter, list[ActionRun]()
+
+    def mark(self) -> Any:
+        return self.meter.mark()
+
+    def add(self, what: What, start: Any, end: Any) -> None:
+        self.runs.append(ActionRun(Action.parse(what.name), start.alive, end))
+
+
+def run_rank(
+    model: OmniModel,
+    batch: StepBatch,
+    optimizer: torch.optim.Optimizer,
+    mode: AbstractContextManager[Any] | None = None,
+    routed: Callable[[Any, Any], AbstractContextManager[Any]] | None = None,
+) -> RankRun:
+    """Run two steps of a parallelized model, and return what the second one holds and does.
+
+    In the second one the state of the optimizer exists, as in all later ones. ``mode``: of a fake world. ``routed``:
+    a context of each forward in which experts are chosen.
+    """
+    with mode or nullcontext(), RankMeter() as meter:
+        meter.hold([*model.parameters(), *model.buffers()])
+        weights = meter.alive
+        _step(model, batch, optimizer, meter, routed)
+        optimizer_bytes = meter.alive - weights
+        runs, gradients, update = _step(model, batch, optimizer, meter, routed)
+    peak = max(update.peak, *(run.end.peak for run in runs))
+    return RankRun(weights, gradients - weights - optimizer_bytes, optimizer_bytes, peak, tuple(runs), update)
+
+
+def _step(
+    model: OmniModel, batch: StepBatch, optimizer: torch.optim.Optimizer, meter: RankMeter, routed: Any
+) -> tuple[list[ActionRun], int, Mark]:
+    meter.mark()
+    recorder = _Actions(meter)
+    accumulate_gradients(model, batch, recorder=recorder, forward_context=routed)
+    gradients = meter.alive
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return recorder.runs, gradients, meter.mark()
