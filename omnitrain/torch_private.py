@@ -79,6 +79,7 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 softmax_backward = torch._softmax_backward_data
 
 # Operations that are known when they run: of experts, of tensors in files, of the profiler, and collectives.
+ALL_TO_ALL = torch.ops.c10d.alltoall_base_
 ARANGE = torch.ops.aten.arange
 GROUPED_MM = torch.ops.aten._grouped_mm
 TO_COPY = torch.ops.aten._to_copy.default

@@ -33,7 +33,7 @@ from omnitrain.parallel.step.order import order_of_run
 from omnitrain.parallel.step.plan import StepPlanner, topology_of
 from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.recipe.parallel import ParallelPlan
-from omnitrain.torch_private import ARANGE, FakeStore, FakeTensor, FakeTensorMode, packet_of, tree_iter
+from omnitrain.torch_private import ALL_TO_ALL, ARANGE, FakeStore, FakeTensor, FakeTensorMode, packet_of, tree_iter
 
 
 class WithoutContent(FakeTensorMode):
@@ -45,7 +45,10 @@ class WithoutContent(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_exact(func, args, kwargs):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if packet_of(func) is ALL_TO_ALL:  # every rank sends the same numbers of rows
+                args[0].copy_(args[1])
+            return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from omnitrain.data.packing.pack import Pack
+from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.experts.routing_replay import evenly_routed
 from omnitrain.ops.rank_meter import Mark, RankMeter
 from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
@@ -70,26 +72,29 @@ def run_rank(
     batch: StepBatch,
     optimizer: torch.optim.Optimizer,
     mode: AbstractContextManager[Any] | None = None,
-    routed: Callable[[Any, Any], AbstractContextManager[Any]] | None = None,
 ) -> RankRun:
     """Run two steps of a parallelized model, and return what the second one holds and does.
 
-    In the second one the state of the optimizer exists, as in all later ones. ``mode``: of a fake world. ``routed``:
-    a context of each forward in which experts are chosen.
+    In the second one the state of the optimizer exists, as in all later ones. All experts get equally many tokens.
+    ``mode``: of a fake world.
     """
     with mode or nullcontext(), RankMeter() as meter:
         meter.hold([*model.parameters(), *model.buffers()])
         weights = meter.alive
-        _step(model, batch, optimizer, meter, routed)
+        _step(model, batch, optimizer, meter)
         optimizer_bytes = meter.alive - weights
-        runs, gradients, update = _step(model, batch, optimizer, meter, routed)
+        runs, gradients, update = _step(model, batch, optimizer, meter)
     peak = max(update.peak, *(run.end.peak for run in runs))
     return RankRun(weights, gradients - weights - optimizer_bytes, optimizer_bytes, peak, tuple(runs), update)
 
 
 def _step(
-    model: OmniModel, batch: StepBatch, optimizer: torch.optim.Optimizer, meter: RankMeter, routed: Any
+    model: OmniModel, batch: StepBatch, optimizer: torch.optim.Optimizer, meter: RankMeter
 ) -> tuple[list[ActionRun], int, Mark]:
+    def routed(pack: Pack, work: MicroBatchWork) -> AbstractContextManager[Any]:
+        own = work.sequence_slice
+        return evenly_routed(model, sum(pack.info.lengths) if own is None else len(own.positions))
+
     meter.mark()
     recorder = _Actions(meter)
     accumulate_gradients(model, batch, recorder=recorder, forward_context=routed)
