@@ -26,7 +26,7 @@ from omnitrain.parallel.fsdp.units import ignored_params
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader
 from omnitrain.parallel.parallelize import parallelize_alone
 from omnitrain.parallel.resolve.sources import CallFlags
-from omnitrain.parallel.state import init_state_of, leave_process_groups
+from omnitrain.parallel.state import ParallelState, init_state_of, leave_process_groups
 from omnitrain.parallel.step.item_costs import given_costs
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.order import order_of_run
@@ -129,9 +129,13 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[WithoutContent]:
         leave_process_groups()
 
 
-def parallelize_in(mode: WithoutContent, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None) -> None:
+def parallelize_in(
+    mode: WithoutContent, model: OmniModel, plan: ParallelPlan, mixed_precision: bool | None
+) -> ParallelState:
     """Apply a recipe's plan to a model on the meta device, as this rank of a fake world has it."""
-    parallelize_alone(model, init_state_of(plan), plan, CallFlags(mixed_precision), partial(_NoWeights, mode))
+    state = init_state_of(plan)
+    parallelize_alone(model, state, plan, CallFlags(mixed_precision), partial(_NoWeights, mode))
+    return state
 
 
 def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
