@@ -46,37 +46,6 @@ class MicroBatchWork:
 
 
 @dataclass(frozen=True)
-class ComponentCalls:
-    """The results of this rank's calls of a component in a micro-batch, or in a window of micro-batches.
-
-    Attributes:
-        made: name -> the features of each call.
-        minimal: features of calls without data.
-    """
-
-    made: dict[str, list[MediaFeatures]]
-    minimal: list[MediaFeatures]
-
-    @property
-    def pattern(self) -> MediaFeatures:
-        """Any of the features."""
-        return next((features for calls in self.made.values() for features in calls), None) or self.minimal[0]
-
-    @property
-    def idle(self) -> list[Tensor]:
-        """The tensors of calls without data, whose backward must run, too."""
-        return [tensor for features in self.minimal for tensor in features.tensors() if tensor.is_floating_point()]
-
-    @property
-    def joined(self) -> tuple[Tensor, ...]:
-        """``[features, ...]`` each: the tensors of all calls, one after the other; without calls, of no rows."""
-        own = [features.tensors() for of_name in self.made.values() for features in of_name]
-        if not own:
-            return tuple(tensor[:0] for tensor in self.minimal[0].tensors())
-        return tuple(own[0]) if len(own) == 1 else tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
-
-
-@dataclass(frozen=True)
 class EncodedPack:
     """A micro-batch whose media are encoded: all that the foundation and the heads need.
 
@@ -108,94 +77,74 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
     model.inference.require(FOUNDATION)
-    encoding = _Encoding(model, with_all_inputs(model, pack), work)
+    encoded = EncodedPack(with_all_inputs(model, pack), work, EncodedMedia(), {}, [])
+    where: dict[str, Tensor] = {}  # name -> positions of its features
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
         if component not in towers and (components is None or component in components):
-            encoding.add(component)
-    return encoding.encoded_pack()
+            where |= _add(model, encoded, component)
+    native = model.runner.joined(encoded.media.native, where)
+    return replace(encoded, media=replace(encoded.media, native=native))
 
 
-class _Encoding:
-    """The media of a pack while they are encoded, component by component."""
-
-    def __init__(self, model: Any, pack: Pack, work: MicroBatchWork) -> None:
-        self._model, self._pack, self._work = model, pack, work
-        self._inserted: list[tuple[Tensor, Tensor]] = []
-        self._native: dict[str, MediaFeatures] = {}
-        self._labels: dict[str, Tensor] = {}
-        self._idle: list[Tensor] = []
-        self._where: dict[str, Tensor] = {}
-        self._of_teachers: dict[str, Tensor] = {}
-
-    def encoded_pack(self) -> EncodedPack:
-        """Return the result."""
-        native = self._model.runner.joined(self._native, self._where)
-        media = EncodedMedia(native, self._inserted, self._of_teachers)
-        return EncodedPack(self._pack, self._work, media, self._labels, self._idle)
-
-    def add(self, component: str) -> None:
-        """Take or encode the items of a component."""
-        drawn = {**self._pack.inputs, **self._pack.targets}
-        batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
-        places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        received = self._work.features.get(component)
-        made = self._made(component) if received is None else self._by_name(received, batches, places)
-        for name, (index, positions) in places.items():
-            features = MediaFeatures.cat(made[name])
-            if name in self._pack.targets:
-                self._labels[name] = features.side[_LABELS]
-                features = replace(features, side={})
-            if len(features.main) != len(index):
-                features = features.at(index)
-            self._keep(component, name, features, positions)
-
-    def _by_name(
-        self, received: MediaFeatures, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, list[MediaFeatures]]:
-        """Split the features of a component by name: those of the pack's items, or of this rank's tokens alone."""
-        counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
-        if sum(map(sum, counts.values())) != len(received.main):
-            counts = {name: batch.num_tokens for name, batch in batches.items()}
-        sizes = [sum(own) for own in counts.values()]
-        pieces = zip(*(tensor.split(sizes) for tensor in received.tensors()), strict=True) if sizes else ()
-        return {
-            name: [_with_layout_of(self._model, name, received).with_tensors(piece, own)]
-            for (name, own), piece in zip(counts.items(), pieces, strict=True)
-        }
-
-    def _made(self, component: str) -> dict[str, list[MediaFeatures]]:
-        """Name -> the features of each call that this rank makes for its pack."""
-        model, names = self._model, self._model.media_names[component]
-        calls = {name: own_calls(model, self._pack, name) for name in names}
-        if any(calls.values()):
-            model.inference.require(component)
-        if component in model.reads and any(calls.values()):
-            rows = self._rows_of(model.reads[component])
-            calls = {name: reading(items, rows) for name, items in calls.items()}
-        made = call_component(model, component, calls)
-        self._idle += made.idle
-        return made.made
-
-    def _rows_of(self, tower: str) -> MediaFeatures:
-        """What a tower gives for all items of the pack."""
-        if (received := self._work.features.get(tower)) is not None:
-            return received
-        return MediaFeatures.cat([features for calls in self._made(tower).values() for features in calls])
-
-    def _keep(self, component: str, name: str, features: MediaFeatures, positions: Tensor) -> None:
-        """Keep features for the tokens of this rank, which are at ``positions`` of its slice."""
-        self._where[name] = positions
-        if component in self._model.teachers:
-            read = local_positions(self._work.sequence_slice, self._pack.text_rows)[1]
+def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
+    """Add the features of a component to an encoded pack; return their positions by name, on this rank's slice."""
+    pack, sequence_slice = encoded.pack, encoded.work.sequence_slice
+    drawn = {**pack.inputs, **pack.targets}
+    batches = {name: drawn[name] for name in model.media_names[component] if name in drawn}
+    places = {name: local_positions(sequence_slice, batch.positions) for name, batch in batches.items()}
+    if not batches:
+        return {}
+    for name, features in _by_name(model, _features(model, encoded, component), batches, places).items():
+        index, positions = places[name]
+        if name in pack.targets:
+            encoded.labels[name] = features.side[_LABELS]
+            features = replace(features, side={})
+        if len(features.main) != len(index):
+            features = features.at(index)
+        if component in model.teachers:
+            read = local_positions(sequence_slice, pack.text_rows)[1]
             row = to_device(torch.searchsorted(positions, read), features.main.device)
-            self._of_teachers[name] = features.main[row]
+            encoded.media.teachers[name] = features.main[row]
         elif not len(positions):  # the model runs as it does over text
-            self._idle += features.tensors()
+            encoded.idle.extend(features.tensors())
         elif name.startswith(NATIVE_PREFIX):
-            self._native[name] = features
+            encoded.media.native[name] = features
         else:
-            self._inserted.append((positions, features.main))
+            encoded.media.inserted.append((positions, features.main))
+    return {name: positions for name, (_, positions) in places.items()}
+
+
+def _features(model: Any, encoded: EncodedPack, component: str) -> MediaFeatures:
+    """The features of a component for a pack: those that came, or those of a call for its items."""
+    came = encoded.work.features.get(component)
+    if came is not None:
+        return came
+    model.inference.require(component)
+    calls = {name: own_calls(model, encoded.pack, name) for name in model.media_names[component]}
+    if component in model.reads:
+        rows = _features(model, encoded, model.reads[component])
+        calls = {name: reading(items, rows) for name, items in calls.items()}
+    features, _ = call_component(model, component, calls)
+    return features
+
+
+def _by_name(
+    model: Any,
+    features: MediaFeatures,
+    batches: Mapping[str, MediaBatch],
+    places: Mapping[str, tuple[Tensor, Tensor]],
+) -> dict[str, MediaFeatures]:
+    """Split the features of a component by name: those of the pack's items, or of this rank's tokens alone."""
+    counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
+    if sum(map(sum, counts.values())) != len(features.main):
+        counts = {name: batch.num_tokens for name, batch in batches.items()}
+    sizes = [sum(own) for own in counts.values()]
+    pieces = zip(*(tensor.split(sizes) for tensor in features.tensors()), strict=True)
+    return {
+        name: _with_layout_of(model, name, features).with_tensors(piece, own)
+        for (name, own), piece in zip(counts.items(), pieces, strict=True)
+    }
 
 
 def call_component(
@@ -204,7 +153,7 @@ def call_component(
     calls: Mapping[str, Sequence[MediaGroup]],
     numbers: Mapping[str, int] = MappingProxyType({}),
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> ComponentCalls:
+) -> tuple[MediaFeatures, list[Tensor]]:
     """Make this rank's calls of a component.
 
     Args:
@@ -213,15 +162,23 @@ def call_component(
         calls: name -> the items of each call.
         numbers: name -> number of calls on every rank; this rank makes those that it lacks with the smallest input.
         around: a context for the calls with items.
+
+    Returns:
+        The features of all items, name by name, in the layout of the first; and the tensors of calls without data,
+        whose backward must run, too.
     """
-    made: dict[str, list[MediaFeatures]] = {}
+    made: list[MediaFeatures] = []
     minimal: list[MediaFeatures] = []
     with recorded(model, What("compute", "encode", "forward", component)):
         for name in model.media_names[component]:  # the same order on all ranks, with or without data
+            own = calls.get(name, ())
             with around():
-                made[name] = [_encoded(model, name, items) for items in calls.get(name, ())]
-            minimal += [_minimal(model, name) for _ in range(numbers.get(name, 0) - len(made[name]))]
-    return ComponentCalls(made, minimal)
+                made += [_encoded(model, name, items) for items in own]
+            minimal += [_minimal(model, name) for _ in range(numbers.get(name, 0) - len(own))]
+    idle = [tensor for features in minimal for tensor in features.tensors() if tensor.is_floating_point()]
+    if made:
+        return MediaFeatures.cat(made), idle
+    return minimal[0].with_tensors([tensor[:0] for tensor in minimal[0].tensors()], ()), idle
 
 
 def with_all_inputs(model: Any, pack: Pack) -> Pack:

@@ -151,8 +151,8 @@ class ModelFlops:
 
     def _of_item(self, component: str, name: str, item: MediaGroup) -> Passes:
         def run() -> list[Tensor]:
-            made = call_component(self.model, component, {name: [item]}).made[name]
-            return [tensor for features in made for tensor in features.tensors()]
+            features, _ = call_component(self.model, component, {name: [item]})
+            return features.tensors()
 
         return count(run, self.model, self._again(component)).passes
 
