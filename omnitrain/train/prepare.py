@@ -15,8 +15,8 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread import require_shown, unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.hf.stored_tensor import weights_left_in_files
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.flops import ModelFlops
-from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp

@@ -6,23 +6,26 @@ less often than the others would leave them waiting. So it makes the missing cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack, PackInfo
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Sample
+from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
+from omnitrain.models.discovery import special_ids
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
-from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
@@ -77,7 +80,7 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
     model.inference.require(FOUNDATION)
-    encoded = EncodedPack(with_all_inputs(model, pack), work, EncodedMedia(), {}, [])
+    encoded = EncodedPack(with_all_inputs(pack, model.divided, model.teachers), work, EncodedMedia(), {}, [])
     where: dict[str, Tensor] = {}  # name -> positions of its features
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
@@ -147,6 +150,41 @@ def _by_name(
     }
 
 
+def filled_up(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
+    """Append a sample to a pack that has too few tokens for the ranks that share it; it trains nothing."""
+    missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
+    if not missing:
+        return pack
+    filler = Pack.from_samples([idle_prompt(model, missing)]).to(pack.input_ids.device)
+    both = (pack.info, filler.info)
+    return replace(
+        pack,
+        input_ids=torch.cat([pack.input_ids, filler.input_ids], dim=-1),
+        position_ids=torch.cat([pack.position_ids, filler.position_ids], dim=-1),
+        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens[-1] + filler.cu_seqlens[1:]]),
+        token_inputs={
+            name: torch.cat([values, filler.token_inputs[name]], dim=-1) for name, values in pack.token_inputs.items()
+        },
+        info=PackInfo(
+            **{name: tuple(entry for info in both for entry in getattr(info, name)) for name in vars(pack.info)}
+        ),
+    )
+
+
+def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
+    """Return a sample of ordinary tokens without a loss, for a rank that has no sample.
+
+    Args:
+        model: an :class:`omnitrain.models.omni.model.OmniModel`.
+        num_tokens: number of tokens.
+    """
+    native, special = model.runner.native, special_ids(model.foundation.config)
+    ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
+    trained = np.zeros(num_tokens, dtype=bool)
+    extras = native.extras(ids, trained)
+    return Sample(_IDLE, _IDLE, ids, trained, native.positions(ids, {}, extras), index=-1, token_inputs=extras)
+
+
 def call_component(
     model: Any,
     component: str,
@@ -181,25 +219,39 @@ def call_component(
     return minimal[0].with_tensors([tensor[:0] for tensor in minimal[0].tensors()], ()), idle
 
 
-def with_all_inputs(model: Any, pack: Pack) -> Pack:
+def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-    """
-    return with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
-
-
-def with_projector_inputs(pack: Pack, divided: Collection[str]) -> Pack:
-    """Return a pack in which the projectors of divided encoders have items, too: those of their towers, without pixels.
+    The items of a projector are those of its tower, without pixels; those of a teacher are the samples with tokens that
+    the text's loss predicts.
 
     Args:
         pack: a micro-batch.
         divided: see :class:`~omnitrain.models.components.model.ComponentModel`.
+        teachers: names of teachers.
+
+    Raises:
+        UserError: such a sample has media, which a teacher does not read.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
-    return replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
+    pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
+    missing = [name for name in teachers if name not in pack.inputs]
+    ends = np.cumsum(pack.info.lengths)
+    read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
+    if not missing or not read:
+        return pack
+    for component, batch in {**pack.inputs, **pack.targets}.items():
+        if component not in teachers and (found := sorted({*read} & {*batch.samples})):
+            raise UserError(
+                f"model.teachers.{missing[0]}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
+                f"media of {component}; train on text, or remove the teacher"
+            )
+    lengths = tuple(pack.info.lengths[index] for index in read)
+    tokens = torch.cat([torch.arange(int(ends[i]) - pack.info.lengths[i], int(ends[i])) for i in read])
+    ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
+    samples = tuple(pack.info.ids[index] for index in read)
+    items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
+    return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))
 
 
 def _without_data(batch: MediaBatch) -> MediaBatch:
@@ -232,21 +284,7 @@ def own_calls(model: Any, pack: Pack, name: str) -> list[MediaGroup]:
     return [] if batch is None else list(media_calls(batch, most_elements=most))
 
 
-def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
-    """Call a decoder's head without targets. ``hidden``: any ``[1, T, hidden]``; returns a scalar.
-
-    It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
-    """
-    states = hidden[0, :1].detach().requires_grad_()
-    return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
-
-
-def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
-    """Return ``term`` with a gradient of zero for all inputs of ``idle``."""
-    zeros = [tensor.float().sum() * 0.0 for tensor in idle]
-    return term + torch.stack(zeros).sum() if zeros else term
-
-
+_IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
 _LABELS = "labels"  # name of a decoder's labels among the side tensors of its features
 
 

@@ -26,7 +26,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.recipe import Sampling
