@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack, PackInfo
+from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import media_calls
@@ -29,6 +29,7 @@ from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
+from omnitrain.plan.ragged import ranges
 from omnitrain.recipe.parallel import FOUNDATION
 
 
@@ -155,20 +156,7 @@ def filled_up(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> P
     missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
     if not missing:
         return pack
-    filler = Pack.from_samples([idle_prompt(model, missing)]).to(pack.input_ids.device)
-    both = (pack.info, filler.info)
-    return replace(
-        pack,
-        input_ids=torch.cat([pack.input_ids, filler.input_ids], dim=-1),
-        position_ids=torch.cat([pack.position_ids, filler.position_ids], dim=-1),
-        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens[-1] + filler.cu_seqlens[1:]]),
-        token_inputs={
-            name: torch.cat([values, filler.token_inputs[name]], dim=-1) for name, values in pack.token_inputs.items()
-        },
-        info=PackInfo(
-            **{name: tuple(entry for info in both for entry in getattr(info, name)) for name in vars(pack.info)}
-        ),
-    )
+    return pack.followed_by(Pack.from_samples([idle_prompt(model, missing)]).to(pack.input_ids.device))
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
@@ -247,7 +235,7 @@ def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[s
                 f"media of {component}; train on text, or remove the teacher"
             )
     lengths = tuple(pack.info.lengths[index] for index in read)
-    tokens = torch.cat([torch.arange(int(ends[i]) - pack.info.lengths[i], int(ends[i])) for i in read])
+    tokens = torch.from_numpy(ranges(ends[read] - lengths, np.array(lengths)))
     ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
     samples = tuple(pack.info.ids[index] for index in read)
     items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
