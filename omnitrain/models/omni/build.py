@@ -343,7 +343,7 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         "hidden_size": hidden_size,
     }
     if is_audio:
-        derived = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
+        derived: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
         if not reads_waveforms(type(tower), tower.config):
             bins = getattr(tower.config, "num_mel_bins", None)
             derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
