@@ -8,11 +8,10 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import UserError
-from omnitrain.models.decoders.media_tokenizers import settings_of
-from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.weights import experts_in
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import Decoder, Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
@@ -60,9 +59,9 @@ def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
             yield Idle(f"model.encoders.{name}.{key}", "but a sound has no pixels; remove it")
     for name in recipe.model.decoders:
         decoder = model.decoders[name]
-        assert isinstance(decoder, TokenDecoder)
+        assert isinstance(decoder, CodecDecoder)
         kind = type(decoder.tokenizer).__name__
-        for key in {"image_size", "image_sizes", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
+        for key in Decoder.model_fields.keys() - {"tokenizer"} - decoder.settings:
             yield Idle(f"model.decoders.{name}.{key}", f"but a decoder with {kind} does not use it; remove it")
 
 

@@ -12,6 +12,10 @@ import numpy as np
 
 Features = dict[str, np.ndarray]
 
+# Array of an item, ``[num_tokens]`` int64: a seed for each token, for components that draw. The adapter gives zeros; a
+# pack has a function of the run's seed, of the sample's position in the global data order, and of the token's in it.
+SEEDS = "seeds"
+
 # Prefix of the component names of native modalities: ``foundation.image``, ...
 NATIVE_PREFIX = "foundation."
 
@@ -74,6 +78,7 @@ class Sample:
         position_ids: ``[T]`` int64, or ``[axes, T]`` for a foundation with several position axes (M-RoPE).
         spans: media spans, in order of ``start``.
         index: position in the global data order. Negative: the sample is a stand-in that is not in the data.
+        seed: seed of the run, for :data:`SEEDS`.
         token_inputs: further per-token arguments of the foundation's forward, ``[T]`` each (``mm_token_type_ids``,
             ``token_type_ids``).
         forward_inputs: set for a sample that the foundation's own forward reads, alone in its pack: all outputs of the
@@ -92,6 +97,7 @@ class Sample:
     position_ids: np.ndarray
     spans: tuple[MediaSpan, ...] = ()
     index: int = 0
+    seed: int = 0
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
     forward_inputs: Features = field(default_factory=dict)
     num_inputs: int | None = None

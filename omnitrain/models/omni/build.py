@@ -19,6 +19,8 @@ from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
+from omnitrain.models.decoders.codec_decoder import CodecDecoder
+from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import tower_from_source
@@ -42,6 +44,7 @@ from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -56,7 +59,7 @@ Node = TypeVar("Node", bound=BaseModel)
 Components = dict[str, dict[str, PreTrainedModel]]
 """Kind (`encoders`, `decoders`, `teachers`) -> component name -> the component."""
 
-_CONFIGS = (AudioEncoderConfig, TokenDecoderConfig, VisionEncoderConfig)
+_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
 def build_foundation_model(
@@ -406,20 +409,21 @@ def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
     ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
     source = ready if ready is not None else _described(spec.tokenizer, init_device)
     tokenizer = resolve(source, dtype=torch.float32)
-    config = TokenDecoderConfig(
-        tokenizer=as_dict(tokenizer.config),
-        hidden_size=hidden_size,
-        image_size=spec.image_size,
-        image_sizes=spec.image_sizes,
-        num_codebooks=spec.num_codebooks,
-        max_tokens=spec.max_tokens,
-    )
     try:
-        decoder = TokenDecoder(config, tokenizer)
+        decoder = _decoder_of(spec, tokenizer, hidden_size)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
     cast_decoder(decoder, dtype)
     return decoder
+
+
+def _decoder_of(spec: Decoder, tokenizer: PreTrainedModel, hidden_size: int) -> CodecDecoder:
+    """Return the decoder for what the tokenizer makes: codes, or latents."""
+    shared = {"tokenizer": as_dict(tokenizer.config), "hidden_size": hidden_size, "image_size": spec.image_size}
+    if hasattr(tokenizer, "num_channels"):
+        return FlowDecoder(FlowDecoderConfig(**shared, **spec.flow.model_dump()), tokenizer)
+    of_codes = {key: getattr(spec, key) for key in ("image_sizes", "num_codebooks", "max_tokens")}
+    return TokenDecoder(TokenDecoderConfig(**shared, **of_codes), tokenizer)
 
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:

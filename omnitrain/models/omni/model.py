@@ -28,6 +28,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatur
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
+from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.discovery.text_run import text_blocks
@@ -53,6 +54,7 @@ from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -456,6 +458,7 @@ for _config, _model in (
     (AudioEncoderConfig, AudioEncoder),
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
+    (FlowDecoderConfig, FlowDecoder),
 ):
     AutoModel.register(_config, _model)
 
