@@ -22,6 +22,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
+    idle += _of_sampling(recipe, model)
     unknown = [*_impossible_sizes(recipe, model), *_unknown_components(recipe, processor)]
     if problems := [*idle_problems(recipe, idle), *unknown]:
         raise UserError(*dict.fromkeys(problems))
@@ -36,6 +37,12 @@ def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
                 raise UserError("text has no size; leave it out")
         except UserError as error:
             yield f"evaluation.sampling.{name}.size: {error}"
+
+
+def _of_sampling(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
+    for name, decoder in model.decoders.items():
+        for key in sorted(decoder.unused_sampling) if recipe.evaluation else ():
+            yield Idle(f"evaluation.sampling.{name}.{key}", f"but {type(decoder).__name__} does not use it; remove it")
 
 
 def _unknown_components(recipe: Recipe, processor: OmniProcessor) -> Iterator[str]:

@@ -55,7 +55,7 @@ class PreparedRows:
         """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
 
         ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them.
-        ``dropped`` returns what the condition of the sample of an index loses; None: nothing. ``seed`` is that of the run.
+        ``dropped`` returns what the condition of the sample of an index loses; None: nothing. ``seed``: of the run.
         Further arguments as of :func:`~omnitrain.data.render.processor.sample_within`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached

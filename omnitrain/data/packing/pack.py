@@ -177,7 +177,7 @@ class Pack:
 
 
 class _PackedSpan(NamedTuple):
-    index: int  # of the sample in the pack
+    place: int  # of the sample in the pack
     sample: Sample
     positions: np.ndarray
     span: MediaSpan
@@ -225,7 +225,7 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
     return MediaBatch(
         groups=tuple(map(_media_group, groups)),
         positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
-        samples=tuple(entry.index for entry in ordered),
+        samples=tuple(entry.place for entry in ordered),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -75,13 +76,15 @@ class Draw(Protocol):
 class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
 
+    unused_sampling: ClassVar[frozenset[str]] = frozenset()  # keys of ``Sampling`` without an effect on it
+
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.
 
-        And their labels, ``[sum(num_tokens), ...]`` of any dtype: codes, or floats, to which no gradient goes. Items are
-        concatenated along dim 0, with ``num_tokens`` each. What it draws, it draws from the ``seeds`` that each item
-        has whose adapter asks for them (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.noise`), so
-        that the same is drawn on any ranks; what its loss needs of it belongs to the labels.
+        And their labels, ``[sum(num_tokens), ...]`` of any dtype: codes, or floats, to which no gradient goes.
+        Items are concatenated along dim 0, with ``num_tokens`` each. Random numbers must be functions of the ``seeds``
+        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.noise`), so that any ranks draw the
+        same ones; those that the loss needs belong to the labels.
         """
         raise NotImplementedError
 
@@ -101,7 +104,7 @@ class DecoderMixin(ComponentMixin):
         """
         raise NotImplementedError
 
-    def is_complete(self, tokens: list[Any]) -> bool:
+    def is_complete(self, tokens: Sequence[Any]) -> bool:
         """Whether ``tokens`` (each a :data:`Token`) are a complete item."""
         raise NotImplementedError
 

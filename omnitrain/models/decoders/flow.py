@@ -1,4 +1,4 @@
-"""``FlowDecoder`` generates a modality as latents, each by a small flow from noise (Li et al. 2024, Lipman et al. 2023)."""
+"""``FlowDecoder`` generates a modality as latents, each by a small flow from noise, as Li et al. 2024."""
 
 from __future__ import annotations
 
@@ -79,6 +79,7 @@ class FlowDecoder(CodecDecoder):
 
     config: FlowDecoderConfig
     config_class = FlowDecoderConfig
+    unused_sampling = frozenset({"temperature", "top_k", "top_p"})
 
     def __init__(self, config: FlowDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
         """``tokenizer``: a model that makes latents; None: one with random weights."""

@@ -65,8 +65,8 @@ class ImageLatents:
         """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
         if image_size is None or image_size % model.stride:
             raise UserError(
-                f"a decoder of latents needs image_size, a multiple of {model.stride} for {type(model).__name__}; found "
-                f"{image_size}"
+                f"a decoder of latents needs image_size, a multiple of {model.stride} for {type(model).__name__}; "
+                f"found {image_size}"
             )
         self.model, self.image_size, self.side = model, image_size, image_size // model.stride
         self.num_channels: int = model.num_channels

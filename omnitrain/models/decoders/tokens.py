@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -89,7 +89,7 @@ class TokenDecoder(CodecDecoder):
         tokens = draw(self.head(hidden).float())
         return self.embedding(tokens), tokens
 
-    def is_complete(self, tokens: list[int]) -> bool:
+    def is_complete(self, tokens: Sequence[int]) -> bool:
         """Whether an item has its length, or ends with the end token, or has ``max_tokens`` tokens."""
         if not self._has_ends:
             return super().is_complete(tokens)

@@ -47,7 +47,7 @@ class Answer:
 
     Attributes:
         parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
-        tokens: all sampled tokens, each as ``(text or decoder name, token)``: an id, a code, or the channels of a latent.
+        tokens: all sampled tokens, each as ``(text or decoder name, token)``.
         is_finished: whether the end token was sampled within ``max_new_tokens``.
         unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
             None: no item was cut short.
@@ -235,7 +235,7 @@ def _decode(
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
         tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
-        next_tokens = [processor.end_token] * len(embeds)
+        next_tokens: list[Any] = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
                 for copy in batch.copies:

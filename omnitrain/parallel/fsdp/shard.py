@@ -23,8 +23,8 @@ from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.torch_private import initialise_root, tree_map_only
 from omnitrain.transformers_private import keep_recordable_outputs
 
-# Methods of a component -> whether FSDP casts their first argument, features or hidden states, if it is floating-point. A
-# decoder's media tokenizer keeps its precision, so the features for it are not cast; nor are labels.
+# Methods of a component -> whether FSDP casts floating-point tensors of their first argument, features or hidden
+# states. A decoder's media tokenizer keeps its precision, so the features for it are not cast; nor are labels.
 _ENCODER_CALLS = {"lm_encode": True}
 _DECODER_CALLS = {"lm_encode": False, "lm_head": True, "lm_embed": True}
 _RUN_UNSHARDED = "run_unsharded"
