@@ -109,10 +109,7 @@ class DecoderMixin(ComponentMixin):
         raise NotImplementedError
 
     def next_classes(self, tokens: list[Any], size: str | None) -> range | None:
-        """Return the classes that may follow the first ``tokens`` of an item of ``size``; None: all of them.
-
-        ``size``: the requested size (``320x192``); None: the model chooses. A UserError: it cannot write it.
-        """
+        """Return classes after ``tokens`` of an item; None: all. UserError: it cannot write ``size`` (``320x192``)."""
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
         return None
