@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.loading.dataset_loader import DatasetLoader
@@ -47,7 +46,7 @@ class PreparedLoop:
     model: OmniModel  # on its ranks, in training mode
     processor: OmniProcessor | None  # turns rows into samples. None: the collate function gets the rows
     loader: DatasetLoader | StepLoader  # the packs of this rank; its state continues after the last step
-    optimizer: torch.optim.Optimizer | None  # None: none was asked for
+    optimizer: Any  # of torch. None: none was asked for
     state: ParallelState
     _plan_step: StepPlanner
     _peers: GlooGroup
@@ -67,7 +66,7 @@ class PreparedLoop:
         """Return the steps of an epoch; TypeError: the data have no end, or an unknown one."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    def _packs(self) -> Iterator[list[Pack]]:
+    def _packs(self) -> Generator[list[Pack], None, None]:
         """Yield the packs of each step; a section of encoders draws none."""
         if self.state.section == MAIN:
             yield from map(list, self.loader)
@@ -153,7 +152,11 @@ def _loader(
     """Open this rank's share of the data; a section has that of the first rank, for the length and the state."""
     contract, is_main = model.runner.contract, state.section == MAIN
     main = state.of_section(MAIN)
-    of_ranks = {"rank": state.dp_rank if is_main else 0, "ranks": main.dp_size, "alone": not contract.packs}
+    of_ranks: dict[str, Any] = {
+        "rank": state.dp_rank if is_main else 0,
+        "ranks": main.dp_size,
+        "alone": not contract.packs,
+    }
     if isinstance(data, str | Path):
         (data,) = open_sources([DataSource(path=str(data))])
     if isinstance(data, Data):
@@ -165,7 +168,8 @@ def _loader(
 
 def _optimizer(model: OmniModel, make: MakeOptimizer) -> torch.optim.Optimizer:
     layout = layout_of(model)
-    offloaded = set(layout.offloaded(model)) if layout is not None else set[nn.Parameter]()
+    assert layout is not None, "the model is parallelized"
+    offloaded = set(layout.offloaded(model))
     trained, decayed = trained_parameters(model), decayed_parameters(model)
     require_fp32({name: p.dtype for name, p in trained.items() if p not in offloaded})
     with_decay = [p for p in trained.values() if p in decayed]
