@@ -96,8 +96,7 @@ def run_in_turns(
     Neither may need a result of the other. Both compute on one stream of ``device``. ``draws``: one of them draws
     random numbers, as dropout does.
 
-    Raises:
-        BaseException: the error of the pass that failed; the other one then ends where it waits next.
+    Raises BaseException: the error of the pass that failed; the other one then ends where it waits next.
     """
     global _running
     assert _running is None, "a pair of passes runs already"

@@ -84,8 +84,7 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
     Parts of one GPU (MIG) may have its UUID, and are one GPU to NCCL, too, unless the user asks it for more.
     ``store``: of all ranks.
 
-    Raises:
-        UserError: another rank has it.
+    Raises UserError: another rank has it.
     """
     import torch
 

@@ -34,9 +34,8 @@ def join_process_group(backend: str) -> None:
     Torch's GPU is not bound to the group (``device_id``): until pytorch#197568 is mended, a group of the host with some
     of the ranks would then wait for ever.
 
-    Raises:
-        UserError: a variable is missing, or another rank has the GPU of this one.
-        TrainingError: ranks did not come within torch's time limit.
+    Raises UserError: a variable is missing, or another rank has the GPU of this one; TrainingError: ranks did not come
+    within torch's time limit.
     """
     if missing := [name for name in _NAMED if not os.environ.get(name)]:
         raise UserError(f"{_set()} set, but not {', '.join(missing)}; {_unset()}")

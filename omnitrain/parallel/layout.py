@@ -35,7 +35,7 @@ _ATTRIBUTE = "_applied_layout"
 class ComponentLayout:
     """The layout of one component."""
 
-    name: str  # name of the component
+    name: str
     plan: ComponentPlan  # its plan with every field set
     # names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root
     units: tuple[str, ...]
@@ -143,11 +143,8 @@ def planned_table(
     Its dtypes are the present ones of the weights. It lacks settings that only the ranks decide, such as sequence
     parallelism.
 
-    Args:
-        model: the model.
-        plans: component -> its complete plan.
-        units: component -> names of its FSDP units.
-        sections: component -> the text of its section (:func:`section_text`); empty without sections.
+    ``model``: the model. ``plans``: component -> its complete plan. ``units``: component -> names of its FSDP units.
+    ``sections``: component -> the text of its section (:func:`section_text`); empty without sections.
     """
     return LayoutTable(
         _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))

@@ -15,7 +15,7 @@ LAYOUT_TITLE = "Layout (mesh: copies x shards; dtypes: parameters / compute / su
 class LayoutRow:
     """One component in the table that is printed at start-up."""
 
-    name: str  # name of the component
+    name: str
     section: str  # its section, and the ranks of that; empty without sections
     mode: str  # ``fsdp2``, ``hsdp`` or ``replicate``
     mesh: str  # copies x shards, then the tensor parallel and expert parallel degrees above 1

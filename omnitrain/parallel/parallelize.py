@@ -187,8 +187,7 @@ def _sources(state: ParallelState) -> list[int]:
 def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None, init_device: str | None) -> bool:
     """Load the weights, with several ranks on the first rank of each section, which leaves them in their files.
 
-    Returns:
-        Whether all ranks get theirs while the model is sharded.
+    Returns whether all ranks get theirs while the model is sharded.
     """
     omni, is_spread_out = prepared.model, prepared.state.num_ranks > 1
     if weights_path is not None:
@@ -400,10 +399,7 @@ def _apply_recompute_and_offload(
 
 
 def _shardings(
-    plans: Mapping[str, ComponentPlan],
-    state: ParallelState,
-    states: Mapping[str, ParallelState],
-    full_shard: bool,
+    plans: Mapping[str, ComponentPlan], state: ParallelState, states: Mapping[str, ParallelState], full_shard: bool
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
     meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {

@@ -46,7 +46,7 @@ class ParallelState:
     then a state is that of this rank's section, and its sizes and groups are those of the section. Several states can
     use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
     (see :class:`~omnitrain.plan.mesh.MeshShape`). The properties cover the common ones: ``sp_size`` is ``size("sp")``,
-    ``sp_enabled`` whether that is above 1, ``sp_rank`` this process's rank on the axis, ``sp_group`` its group and
+    ``sp_enabled`` whether that is above 1, ``tp_rank`` this process's rank on an axis, ``sp_group`` its group and
     ``sp_mesh`` its mesh. ``ulysses`` is another name of ``sp``. Meshes with two axes exist only for FSDP:
     ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
 
@@ -138,24 +138,17 @@ class ParallelState:
     dp_size = _Of(size, "dp")
     dp_replicate_size = _Of(size, "dp_replicate")
     dp_shard_size = _Of(size, "dp_shard")
-    fsdp_size = _Of(size, "fsdp")
     ep_size = _Of(size, "ep")
     tp_size = _Of(size, "tp")
     ulysses_size = _Of(size, "sp")
     sp_size = _Of(size, "sp")
     cp_size = _Of(size, "cp")
-    sequence_size = _Of(size, "sequence")
     pp_size = _Of(size, "pp")
     dp_rank = _Of(rank_in, "dp")
-    dp_replicate_rank = _Of(rank_in, "dp_replicate")
     dp_shard_rank = _Of(rank_in, "dp_shard")
-    fsdp_rank = _Of(rank_in, "fsdp")
-    ep_rank = _Of(rank_in, "ep")
     tp_rank = _Of(rank_in, "tp")
     ulysses_rank = _Of(rank_in, "sp")
-    sp_rank = _Of(rank_in, "sp")
     cp_rank = _Of(rank_in, "cp")
-    sequence_rank = _Of(rank_in, "sequence")
     pp_rank = _Of(rank_in, "pp")
     dp_enabled = _Of(is_enabled, "dp")
     fsdp_enabled = _Of(is_enabled, "fsdp")
@@ -173,16 +166,11 @@ class ParallelState:
     tp_mesh = _Of(mesh, "tp")
     pp_mesh = _Of(mesh, "pp")
     dp_group = _Of(group, "dp")
-    ep_group = _Of(group, "ep")
-    tp_group = _Of(group, "tp")
-    pp_group = _Of(group, "pp")
     ulysses_group = _Of(group, "sp")
     sp_group = _Of(group, "sp")
     cp_group = _Of(group, "cp")
     sequence_group = _Of(group, "sequence")
     loss_group = _Of(group, "loss")
-    data_group = _Of(group, "data")
-    stage_group = _Of(group, "stage")
     section_group = _Of(group, "all")
     stage_ranks = _Of(ranks_along, "stage")
 
@@ -242,8 +230,7 @@ def init_parallel_state(
 def init_state_of(plan: ParallelPlan) -> ParallelState:
     """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation.
 
-    Raises:
-        UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
+    Raises UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
     """
     _ensure_process_group()
     return _as_default(_states_of(plan, dist.get_world_size()))

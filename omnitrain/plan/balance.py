@@ -17,13 +17,9 @@ def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarra
     within the cost of one item. Ties follow the order of items and workers, so equal arguments give equal results on
     every machine.
 
-    Args:
-        problem: ``[items]`` int64, index of the independent problem that each item belongs to.
-        cost: ``[items]`` int64, not negative; their sum is below 2**53.
-        num_workers: ``[problems]`` int64, at least 1 each.
-
-    Returns:
-        ``[items]`` int64: index of each item's worker within its problem.
+    ``problem``: ``[items]`` int64, index of the independent problem that each item belongs to. ``cost``: ``[items]``
+    int64, not negative; their sum is below 2**53. ``num_workers``: ``[problems]`` int64, at least 1 each. Returns
+    ``[items]`` int64: index of each item's worker within its problem.
     """
     order = stable_order(problem, cost.max(initial=0) - cost)
     costs = cost[order]

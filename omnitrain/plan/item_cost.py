@@ -9,19 +9,12 @@ import numpy as np
 
 
 class Encoded(NamedTuple):
-    """What an encoder computed on a rank in a step, and how long that took.
+    """What an encoder computed on a rank in a step, and how long that took."""
 
-    Attributes:
-        calls: number of calls.
-        elements: sum of the items' numbers of input elements.
-        squares: sum of the squares of these numbers.
-        seconds: of all calls.
-    """
-
-    calls: float
-    elements: float
-    squares: float
-    seconds: float
+    calls: float  # number of calls
+    elements: float  # sum of the items' numbers of input elements
+    squares: float  # sum of the squares of these numbers
+    seconds: float  # of all calls
 
 
 def item_cost(elements: int, quadratic: float) -> int:

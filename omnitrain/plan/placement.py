@@ -17,49 +17,41 @@ CallSiteKind = Literal["encode", "forward", "head"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and when a component runs, and how its features reach their readers. Ranks are global.
-
-    Attributes:
-        name: name of the component.
-        ranks: ranks of its mesh; all of them call it equally often.
-        media: names of the media that it encodes, in this order: ``image_encoder``, or ``foundation.image`` if the
-            foundation reads images by itself. Unique among all components.
-        reads_packs: whether it is the foundation, called once per micro-batch with the packed sequence.
-        head: name of the loss that it computes from the foundation's hidden states in a separate call, or None.
-        place: ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample,
-            ``world`` all ranks of the component.
-        num_replicas: copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``.
-        is_trained: whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient.
-        call_groups: ranks that make each call together, with the same items, in groups of one size; each rank of the
-            component is in one group, each group within a data group. Empty: each rank makes its calls alone.
-        is_shared: whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it.
-        window: number of micro-batches whose items are encoded together; None: all of the step.
-        call_elements: most input elements of a call; a larger item has a call of its own. None: no limit.
-        reads: the component whose features are its input; empty: it reads media. Its items are those of this component,
-            under a name of their own.
-        section: name of the section that has it.
-        edge: how its features reach their readers. ``forward``: each micro-batch's forward calls it. ``exchange``: an
-            action of the schedule calls it, window by window, and another one exchanges the features, which all of its
-            ranks run. ``message``: the ranks of its section call it, and send the features.
-        exchange: the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that
-            make a call together, one of each group takes part.
-    """
+    """Where and when a component runs, and how its features reach their readers. Ranks are global."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # ranks of its mesh; all of them call it equally often
+    # names of the media that it encodes, in this order: ``image_encoder``, or ``foundation.image`` if the foundation
+    # reads images by itself. Unique among all components
     media: tuple[str, ...] = ()
-    reads_packs: bool = False
+    reads_packs: bool = False  # whether it is the foundation, called once per micro-batch with the packed sequence
+    # name of the loss that it computes from the foundation's hidden states in a separate call, or None
     head: str | None = None
+    # ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample, ``world``
+    # all ranks of the component
     place: Place = "local"
+    # copies of its parameters among its ranks; each copy is sharded over ``len(ranks) / num_replicas``
     num_replicas: int = 1
+    # whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient
     is_trained: bool = True
+    # ranks that make each call together, with the same items, in groups of one size; each rank of the component is in
+    # one group, each group within a data group. Empty: each rank makes its calls alone
     call_groups: tuple[tuple[int, ...], ...] = ()
+    # whether the ranks of a call group divide the work of a call. Otherwise each of them does all of it
     is_shared: bool = False
-    window: int | None = 1
+    window: int | None = 1  # number of micro-batches whose items are encoded together; None: all of the step
+    # most input elements of a call; a larger item has a call of its own. None: no limit
     call_elements: int | None = None
+    # the component whose features are its input; empty: it reads media. Its items are those of this component, under a
+    # name of their own
     reads: str = ""
-    section: str = "main"
+    section: str = "main"  # name of the section that has it
+    # how its features reach their readers. ``forward``: each micro-batch's forward calls it. ``exchange``: an action of
+    # the schedule calls it, window by window, and another one exchanges the features, which all of its ranks run.
+    # ``message``: the ranks of its section call it, and send the features
     edge: EdgeKind = "forward"
+    # the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that make a call
+    # together, one of each group takes part
     exchange: str = ""
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
@@ -95,27 +87,21 @@ class CallSite:
 class Topology:
     """Components and ranks of a run; equal on all ranks.
 
-    Attributes:
-        world_size: number of ranks.
-        components: components in the order in which they encode.
-        losses: names of the losses, in the order of their columns in the table.
-        data_groups: ranks that hold the same samples (sequence and tensor parallel peers), each rank in one group.
-            Empty: every rank draws different samples. Only the first rank of a group, the owner of its samples, lists
-            them in its table.
-        first_stage: for each rank, the rank of the first pipeline stage that has the same samples; only ranks of the
-            first stage list samples and need features. Empty: one stage.
-        readers: ranks that have samples, directly or from the first stage. The others only encode (sections), and have
-            no packs. Empty: all ranks.
-
     Raises:
         ValueError: invalid ranks, names or places; the message lists all problems.
     """
 
-    world_size: int
-    components: tuple[Placement, ...]
-    losses: tuple[str, ...]
+    world_size: int  # number of ranks
+    components: tuple[Placement, ...]  # components in the order in which they encode
+    losses: tuple[str, ...]  # names of the losses, in the order of their columns in the table
+    # ranks that hold the same samples (sequence and tensor parallel peers), each rank in one group. Empty: every rank
+    # draws different samples. Only the first rank of a group, the owner of its samples, lists them in its table
     data_groups: tuple[tuple[int, ...], ...] = ()
+    # for each rank, the rank of the first pipeline stage that has the same samples; only ranks of the first stage list
+    # samples and need features. Empty: one stage
     first_stage: tuple[int, ...] = ()
+    # ranks that have samples, directly or from the first stage. The others only encode (sections), and have no packs.
+    # Empty: all ranks
     readers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

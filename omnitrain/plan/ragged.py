@@ -10,9 +10,8 @@ import numpy as np
 def runs_within(sizes: Iterable[int], most: int | None) -> list[int]:
     """Cut items into as few runs as possible, from the first on, and return the number of items of each run.
 
-    Args:
-        sizes: of each item, in order.
-        most: the largest sum of the sizes in a run; a larger item is a run of its own. None: one run.
+    ``sizes``: of each item, in order. ``most``: the largest sum of the sizes in a run; a larger item is a run of its
+    own. None: one run.
     """
     runs: list[int] = []
     room = 0

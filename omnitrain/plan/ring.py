@@ -13,16 +13,11 @@ FULL, CAUSAL, MASKED = "full", "causal", "masked"
 
 @dataclass(frozen=True)
 class Section:
-    """Adjacent tokens on one rank.
+    """Adjacent tokens on one rank."""
 
-    Attributes:
-        start: first token.
-        stop: one past the last token.
-        segment: index of the segment whose other tokens are on other ranks. None: the section is whole segments.
-    """
-
-    start: int
-    stop: int
+    start: int  # first token
+    stop: int  # one past the last token
+    # index of the segment whose other tokens are on other ranks. None: the section is whole segments
     segment: int | None
 
     @property
@@ -33,17 +28,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys of one segment that may attend to each other.
+    """Queries and keys of one segment that may attend to each other."""
 
-    Attributes:
-        queries: run of token indices.
-        keys: run of token indices.
-        kind: ``full``: all queries attend to all keys. ``causal``: the queries are the keys, and each attends to itself
-            and the keys before it. ``masked``: the mask decides for each pair.
-    """
-
-    queries: Run
-    keys: Run
+    queries: Run  # run of token indices
+    keys: Run  # run of token indices
+    # ``full``: all queries attend to all keys. ``causal``: the queries are the keys, and each attends to itself and the
+    # keys before it. ``masked``: the mask decides for each pair
     kind: str
 
 
@@ -70,11 +60,8 @@ def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) 
 
     The block is trimmed at its ends: no keys without a query, and no queries without a key.
 
-    Args:
-        queries: run of token indices.
-        keys: run of token indices.
-        causal: tokens do not attend to later tokens.
-        window: with ``causal``, the number of latest tokens that a token attends to, itself included. None: all.
+    ``queries``: run of token indices. ``keys``: run of token indices. ``causal``: tokens do not attend to later tokens.
+    ``window``: with ``causal``, the number of latest tokens that a token attends to, itself included. None: all.
     """
     (first, end), (first_key, end_key) = queries, keys
     if causal:

@@ -17,17 +17,12 @@ class SequenceSplit:
 
         token   0 1 2 3 4 5 6 7
         rank    A A C C D D B B      A, B: cp rank 0 (chunks 0 and 3 of 4); C, D: cp rank 1 (chunks 1 and 2)
-
-    Attributes:
-        num_tokens: tokens of the whole sequence.
-        sp: ranks that exchange tokens for heads (Ulysses).
-        cp: ranks of the attention ring.
-        positions: for each rank ``cp_rank * sp + sp_rank``: ``[tokens of the rank]`` int64, ascending token indices.
     """
 
-    num_tokens: int
-    sp: int
-    cp: int
+    num_tokens: int  # tokens of the whole sequence
+    sp: int  # ranks that exchange tokens for heads (Ulysses)
+    cp: int  # ranks of the attention ring
+    # for each rank ``cp_rank * sp + sp_rank``: ``[tokens of the rank]`` int64, ascending token indices
     positions: tuple[np.ndarray, ...]
 
     def positions_of_ring(self, cp_rank: int) -> tuple[np.ndarray, ...]:
@@ -45,8 +40,7 @@ def split_sequence(num_tokens: int, *, sp: int, cp: int = 1) -> SequenceSplit:
     The sequence is cut into 2 cp nearly equal chunks. Cp rank c gets chunks c and 2 cp - 1 - c, so that all cp ranks
     have about the same work under a causal mask. Its sp ranks get nearly equal runs of its tokens.
 
-    Raises:
-        UserError: fewer tokens than ranks.
+    Raises UserError: fewer tokens than ranks.
     """
     if num_tokens < sp * cp:
         raise UserError(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,33 +18,23 @@ from omnitrain.plan.tables import StepTables
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a component on one rank.
+    """One call of a component on one rank."""
 
-    Attributes:
-        call_site: index in ``topology.call_sites``.
-        index: index among the calls at this call site in this micro-batch.
-        items: items to encode, in this order. Empty for a forward or head, and for an ``encode`` call for which this
-            rank has no items and runs the component's minimal input.
-    """
-
-    call_site: int
-    index: int
+    call_site: int  # index in ``topology.call_sites``
+    index: int  # index among the calls at this call site in this micro-batch
+    # items to encode, in this order. Empty for a forward or head, and for an ``encode`` call for which this rank has no
+    # items and runs the component's minimal input
     items: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How long a step's work takes, in seconds or in any other unit.
+    """How long a step's work takes, in seconds or in any other unit."""
 
-    Attributes:
-        per_token: forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage.
-        per_cost: component -> forward of an item on one rank, per unit of its cost.
-        quadratic: the part of attention in a sample's time, relative to the linear part: a sample of n tokens takes
-            ``per_token * (n + quadratic * n ** 2)``.
-    """
-
-    per_token: float
-    per_cost: Mapping[str, float]
+    per_token: float  # forward and backward of a token in the ranks that read packs; of a pipeline, on its first stage
+    per_cost: Mapping[str, float]  # component -> forward of an item on one rank, per unit of its cost
+    # the part of attention in a sample's time, relative to the linear part: a sample of n tokens takes ``per_token * (n
+    # + quadratic * n ** 2)``
     quadratic: float = 0.0
 
     def of_packs(self, tokens: np.ndarray, squares: np.ndarray) -> np.ndarray:
@@ -55,36 +44,24 @@ class Rates:
 
 @dataclass(frozen=True)
 class RowRoutes:
-    """The routes of items from producers to consumers, sorted by consumer, then by the order of items in its pack.
+    """The routes of items from producers to consumers, sorted by consumer, then by the order of items in its pack."""
 
-    Attributes:
-        item: ``[routes]`` int64.
-        producer: ``[routes]`` int64, rank that encodes the item.
-        consumer: ``[routes]`` int64, rank whose sequence contains the item's features, or that calls what reads them.
-        rows: ``[routes]`` int64, rows of the item's features.
-    """
-
-    item: np.ndarray
-    producer: np.ndarray
+    item: np.ndarray  # ``[routes]`` int64
+    producer: np.ndarray  # ``[routes]`` int64, rank that encodes the item
+    # ``[routes]`` int64, rank whose sequence contains the item's features, or that calls what reads them
     consumer: np.ndarray
-    rows: np.ndarray
+    rows: np.ndarray  # ``[routes]`` int64, rows of the item's features
 
 
 class Balance(NamedTuple):
-    """How the cost of an encoder is divided among its ranks in a step.
+    """How the cost of an encoder is divided among its ranks in a step."""
 
-    Attributes:
-        items: number of items.
-        moved: number of items that a rank encodes which did not draw them.
-        imbalance_drawn: cost on the busiest rank of each window (the others wait for it) divided by the mean, if each
-            rank encoded the items that it drew.
-        imbalance: the same with this plan.
-    """
-
-    items: int
-    moved: int
+    items: int  # number of items
+    moved: int  # number of items that a rank encodes which did not draw them
+    # cost on the busiest rank of each window (the others wait for it) divided by the mean, if each rank encoded the
+    # items that it drew
     imbalance_drawn: float
-    imbalance: float
+    imbalance: float  # the same with this plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,26 +70,17 @@ class StepPlan(StepTables):
 
     ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
     ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
-
-    Attributes:
-        topology: components and ranks of the run.
-        calls: ``[M, E]`` int64, calls at each call site; the same on all ranks of its component.
-        calls_with_data: ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input.
-        producer: ``[items]`` int64, rank that encodes it: the first one of the call group that does.
-        work: ``[items]`` int64, all items sorted by slot, producer and call.
-        call: ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer.
-        work_cell: ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``.
-        rates: with sections, how long the work takes, from which its schedule follows; else None.
     """
 
-    topology: Topology
-    calls: np.ndarray
+    topology: Topology  # components and ranks of the run
+    calls: np.ndarray  # ``[M, E]`` int64, calls at each call site; the same on all ranks of its component
+    # ``[M, E, ranks]`` int64, calls for which a rank has data. Its other calls get minimal input
     calls_with_data: np.ndarray
-    producer: np.ndarray
-    work: np.ndarray
-    call: np.ndarray
-    work_cell: np.ndarray
-    rates: Rates | None
+    producer: np.ndarray  # ``[items]`` int64, rank that encodes it: the first one of the call group that does
+    work: np.ndarray  # ``[items]`` int64, all items sorted by slot, producer and call
+    call: np.ndarray  # ``[items]`` int64, in the order of ``work``: index of the call within its slot and producer
+    work_cell: np.ndarray  # ``[items]`` int64, ascending, in the order of ``work``: ``slot * ranks + producer``
+    rates: Rates | None  # with sections, how long the work takes, from which its schedule follows; else None
 
     @property
     def num_micro_batches(self) -> int:
@@ -197,51 +165,33 @@ class StepPlan(StepTables):
         routes = [self.routes(component, k) for k in range(self.num_micro_batches)]
         return sum(int(r.rows[r.producer != r.consumer].sum()) for r in routes)
 
-    def digest(self) -> str:
-        """Return a hash of the plan, which ranks compare to check that they agree."""
-        content = hashlib.blake2b(digest_size=8)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            content.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-        return content.hexdigest()
-
-    def component_lines(self) -> tuple[ComponentLine, ...]:
-        """Return one line for each component in each micro-batch in which it runs, sorted by micro-batch."""
-        return tuple(
-            self._component_line(component, micro_batch)
-            for micro_batch in range(self.num_micro_batches)
-            for component in self.topology.components
-            if self.is_active(component.name, micro_batch)
-        )
-
-    def _component_line(self, component: Placement, micro_batch: int) -> ComponentLine:
-        call_sites = list(self.topology.call_sites_of(component.name))
-        calls = self.calls[micro_batch, call_sites]
-        calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
-        routes = self.routes(component.name, micro_batch)
-        is_sent = (routes.producer != routes.consumer) & self.topology.moves(component.name)
-        loads = self.loads(component.name)[micro_batch]
-        return ComponentLine(
-            micro_batch,
-            component.name,
-            calls=int(calls.sum()),
-            items=len(np.unique(routes.item)),
-            travelling=len(np.unique(routes.item[is_sent])),
-            minimal_ranks=int((calls_with_data < calls[:, None]).any(axis=0).sum()),
-            imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
-            reduces=micro_batch == self.last_active(component.name),
-        )
-
     def __str__(self) -> str:
-        """Return the counts, the tokens and a table of :meth:`component_lines`."""
+        """Return the counts, the tokens, and the work of each component in each micro-batch in which it runs."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.loss_counts.items())
         tokens = self.tokens.sum(axis=0)
-        head = [
-            f"step plan {self.digest()}: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches",
+        lines = [
+            f"step plan: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches",
             f"predicted tokens: {counts or 'none'}",
             f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
         ]
-        return "\n".join([*head, *component_table(self.component_lines())])
+        for micro_batch in range(self.num_micro_batches):
+            active = [c for c in self.topology.components if self.is_active(c.name, micro_batch)]
+            lines += [f"micro-batch {micro_batch}, {c.name}: {self._work_of(c, micro_batch)}" for c in active]
+        return "\n".join(lines)
+
+    def _work_of(self, component: Placement, micro_batch: int) -> str:
+        """The work of a component in a micro-batch, in words."""
+        call_sites = list(self.topology.call_sites_of(component.name))
+        calls = self.calls[micro_batch, call_sites]
+        calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
+        routes, loads = self.routes(component.name, micro_batch), self.loads(component.name)[micro_batch]
+        travelling = routes.item[(routes.producer != routes.consumer) & self.topology.moves(component.name)]
+        return (
+            f"{calls.sum()} calls, {len(np.unique(routes.item))} items, {len(np.unique(travelling))} of them travel; "
+            f"minimal inputs on {(calls_with_data < calls[:, None]).any(axis=0).sum()} ranks; "
+            f"largest cost of a rank / mean: {loads.max() / loads.mean() if loads.any() else 1:.2f}"
+            f"{'; gradients are reduced' * (micro_batch == self.last_active(component.name))}"
+        )
 
     def _micro_batch(self, items: np.ndarray) -> np.ndarray:
         """The micro-batch of items, or the first one of their window."""
@@ -416,41 +366,3 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
         np.add.at(of_groups, group, drawn.T)
         calls[:, index] = of_groups[group].T > 0
     return calls
-
-
-_TITLES = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
-
-
-class ComponentLine(NamedTuple):
-    """The work of a component in a micro-batch.
-
-    Attributes:
-        micro_batch: index of the micro-batch.
-        component: name of the component.
-        calls: calls on each of its ranks.
-        items: number of items it encodes.
-        travelling: number of these items that a rank other than their producer needs.
-        minimal_ranks: number of ranks that make at least one call with the minimal input.
-        imbalance: cost on the busiest rank divided by the mean; 1 if all costs are 0.
-        reduces: whether this is the component's last active micro-batch.
-    """
-
-    micro_batch: int
-    component: str
-    calls: int
-    items: int
-    travelling: int
-    minimal_ranks: int
-    imbalance: float
-    reduces: bool
-
-
-def component_table(lines: Iterable[ComponentLine]) -> list[str]:
-    """Return the text lines of a table: its titles, then one line for each of ``lines``."""
-    rows = [
-        (*map(str, line[:5]), f"{line.minimal_ranks} ranks", f"{line.imbalance:.2f}", "yes" if line.reduces else "")
-        for line in lines
-    ]
-    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
-    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_TITLES, *rows))
-    return [line.rstrip() for line in table]

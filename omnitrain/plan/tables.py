@@ -23,21 +23,14 @@ _ITEM = 5  # words
 
 @dataclass(frozen=True)
 class ItemFacts:
-    """The facts about an image, sound or video that planning needs.
+    """The facts about an image, sound or video that planning needs."""
 
-    Attributes:
-        num_tokens: its tokens in the sequence, one for each of its features.
-        cost: cost of encoding it, in any unit that all items of the component share.
-        shape: key from :func:`shape_key`; items with the same key may be encoded in one call.
-        elements: number of its input elements, which a call may limit.
-        together: items of this pack with the same key must be encoded by one rank, as their results depend on each
-            other (batch normalization).
-    """
-
-    num_tokens: int
-    cost: int
-    shape: int = 0
-    elements: int = 0
+    num_tokens: int  # its tokens in the sequence, one for each of its features
+    cost: int  # cost of encoding it, in any unit that all items of the component share
+    shape: int = 0  # key from :func:`shape_key`; items with the same key may be encoded in one call
+    elements: int = 0  # number of its input elements, which a call may limit
+    # items of this pack with the same key must be encoded by one rank, as their results depend on each other (batch
+    # normalization)
     together: bool = False
 
     @property
@@ -48,16 +41,11 @@ class ItemFacts:
 
 @dataclass(frozen=True)
 class MicroBatchFacts:
-    """The samples that a rank drew for one micro-batch.
+    """The samples that a rank drew for one micro-batch."""
 
-    Attributes:
-        counts: loss name -> number of predicted tokens; 0 if absent.
-        lengths: tokens of each sample.
-        items: name of the media -> the items, in the order in which the pack needs their features.
-    """
-
-    counts: Mapping[str, int] = field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)  # loss name -> number of predicted tokens; 0 if absent
+    lengths: tuple[int, ...] = ()  # tokens of each sample
+    # name of the media -> the items, in the order in which the pack needs their features
     items: Mapping[str, tuple[ItemFacts, ...]] = field(default_factory=dict)
 
 
@@ -66,34 +54,20 @@ class StepTables:
     """The tables of all ranks. ``M`` is the largest number of micro-batches of any rank.
 
     Items are numbered across all ranks: by owner, then micro-batch, medium, and order in the pack.
-
-    Attributes:
-        num_drawn: ``[ranks]`` int64, micro-batches that each rank drew.
-        counts: ``[M, losses, ranks]`` int64, predicted tokens.
-        num_samples: ``[M, ranks]`` int64, samples drawn by each rank.
-        tokens: ``[M, ranks]`` int64, sum of the lengths of the samples.
-        squares: ``[M, ranks]`` int64, sum of the squares of these lengths.
-        owner: ``[items]`` int64, ascending: the rank that listed the item.
-        slot: ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner.
-        item_tokens: ``[items]`` int64, tokens of each item.
-        cost: ``[items]`` int64.
-        elements: ``[items]`` int64, input elements.
-        shape: ``[items]`` int64, index of the shape key among all distinct keys.
-        together: ``[items]`` bool, whether items of one owner, slot and shape must be encoded by one rank.
     """
 
-    num_drawn: np.ndarray
-    counts: np.ndarray
-    num_samples: np.ndarray
-    tokens: np.ndarray
-    squares: np.ndarray
-    owner: np.ndarray
-    slot: np.ndarray
-    item_tokens: np.ndarray
-    cost: np.ndarray
-    elements: np.ndarray
-    shape: np.ndarray
-    together: np.ndarray
+    num_drawn: np.ndarray  # ``[ranks]`` int64, micro-batches that each rank drew
+    counts: np.ndarray  # ``[M, losses, ranks]`` int64, predicted tokens
+    num_samples: np.ndarray  # ``[M, ranks]`` int64, samples drawn by each rank
+    tokens: np.ndarray  # ``[M, ranks]`` int64, sum of the lengths of the samples
+    squares: np.ndarray  # ``[M, ranks]`` int64, sum of the squares of these lengths
+    owner: np.ndarray  # ``[items]`` int64, ascending: the rank that listed the item
+    slot: np.ndarray  # ``[items]`` int64, ``micro-batch * media + medium``, ascending for each owner
+    item_tokens: np.ndarray  # ``[items]`` int64, tokens of each item
+    cost: np.ndarray  # ``[items]`` int64
+    elements: np.ndarray  # ``[items]`` int64, input elements
+    shape: np.ndarray  # ``[items]`` int64, index of the shape key among all distinct keys
+    together: np.ndarray  # ``[items]`` bool, whether items of one owner, slot and shape must be encoded by one rank
 
 
 def shape_key(*parts: object) -> int:
@@ -108,8 +82,7 @@ def shape_key(*parts: object) -> int:
 def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.ndarray:
     """Encode the table of a rank that drew these micro-batches as ``[words]`` int64.
 
-    Raises:
-        ValueError: a loss or media that the topology does not have, or a negative number.
+    Raises ValueError: a loss or media that the topology does not have, or a negative number.
     """
     media = topology.media
     for batch in batches:
@@ -153,8 +126,7 @@ def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarra
 
     ``gathered``: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
 
-    Raises:
-        ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.
+    Raises ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.
     """
     if len(gathered) != topology.world_size:
         raise ValueError(f"found tables of {len(gathered)} ranks; expected {topology.world_size}")

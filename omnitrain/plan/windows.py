@@ -22,20 +22,14 @@ Passes = Callable[[int], Schedule]
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """What decides the windows of a component.
+    """What decides the windows of a component."""
 
-    Attributes:
-        component: name of an encoder that is encoded outside of the forwards.
-        window: number of micro-batches in a window, or ``step`` for all of them; ``auto`` for the number with which the
-            simulated step is the shortest. A limit may make it smaller.
-        bytes_per_feature: bytes of one feature, with all of its tensors.
-        max_bytes: the most bytes of features and their gradients that wait on a rank; None: no limit.
-    """
-
-    component: str
+    component: str  # name of an encoder that is encoded outside of the forwards
+    # number of micro-batches in a window, or ``step`` for all of them; ``auto`` for the number with which the simulated
+    # step is the shortest. A limit may make it smaller
     window: int | Literal["step", "auto"]
-    bytes_per_feature: int
-    max_bytes: int | None
+    bytes_per_feature: int  # bytes of one feature, with all of its tensors
+    max_bytes: int | None  # the most bytes of features and their gradients that wait on a rank; None: no limit
 
     @property
     def is_fixed(self) -> bool:
@@ -46,10 +40,9 @@ class WindowChoice:
 class WindowChooser:
     """Choose the windows of each step. All ranks that plan a step choose the same.
 
-    Args:
-        choices: the components whose windows depend on the step.
-        passes: number of micro-batches -> forwards and backwards of the step. Picklable.
-        num_parameters: component -> active parameters per token, from which ``auto`` estimates times.
+    ``choices``: the components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
+    backwards of the step. Picklable. ``num_parameters``: component -> active parameters per token, from which ``auto``
+    estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
@@ -58,8 +51,7 @@ class WindowChooser:
     def __call__(self, topology: Topology, tables: StepTables) -> Topology:
         """Return the topology with the windows of this step.
 
-        Raises:
-            UserError: the features of single micro-batches are more than a limit allows.
+        Raises UserError: the features of single micro-batches are more than a limit allows.
         """
         number = len(tables.counts)
         for choice in self.choices if number else ():

@@ -72,11 +72,12 @@ class Encoder(Strict):
 class Decoder(Strict):
     """A modality that the model writes as discrete tokens of a frozen tokenizer."""
 
-    tokenizer: Source
+    tokenizer: Source | None = None
     """The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec, DAC, Mimi)
-    or omnitrain's mel-VQ for audio. A string is short for {path: ...}."""
+    or omnitrain's mel-VQ for audio. A string is short for {path: ...}. Unset: the one of the foundation, with the
+    embedding and the head that the foundation has for its codes (Janus)."""
     image_size: int | None = Field(None, ge=1)
-    """Side of the square target images, in pixels. Images only."""
+    """Side of the square target images, in pixels. Images only. Unset: the only size of the tokenizer (Janus)."""
     image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)
     """Sizes of the target images, `WIDTHxHEIGHT` in pixels, in place of `image_size`. Each image gets the nearest one,
     and the model writes its size first. Needs the VQ model of Emu3."""

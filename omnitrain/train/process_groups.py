@@ -24,16 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run, as seen by one of them.
-
-    ``loss_peers``: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
-    same evaluation, each in its own group; so do pipeline stages. ``meter_peers``: group of the ranks whose losses are
-    those of all samples: ``loss_peers`` and their pipeline stages.
-    """
+    """All ranks of a run, as seen by one of them."""
 
     state: ParallelState | None  # the parallel state. None: a single process that does not shard its model
     peers: Peers  # group of all ranks
+    # group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the same
+    # evaluation, each in its own group; so do pipeline stages
     loss_peers: Peers
+    # group of the ranks whose losses are those of all samples: ``loss_peers`` and their pipeline stages
     meter_peers: Peers
     rendezvous: Rendezvous  # rendezvous of the data processes
 

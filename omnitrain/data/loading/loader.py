@@ -48,40 +48,23 @@ Packs = tuple[Pack, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``.
-
-    Attributes:
-        state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
-        alone: make packs of one sample, for a model that cannot keep several samples apart (``not
-            model.runner.contract.packs``).
-        without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
-            (``model.runner.contract.without_tails``).
-        ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
-            than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
-            some ranks have a pack less than others.
-        idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
-            slots.
-        then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
-            default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
-            and exited at the end, also after an error.
-        peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
-        media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
-        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
-            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
-            None: each rank prepares its own.
-    """
+    """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``."""
 
     seed: int = 0  # seed of the data order
-    state: LoaderState | None = None
-    alone: bool = False
-    without_tails: bool = False
+    state: LoaderState | None = None  # to resume from: of :meth:`StepLoader.state`, merged if there are several ranks
+    alone: bool = False  # packs of one sample, for a model that keeps no samples apart (`runner.contract.packs`)
+    without_tails: bool = False  # skip tokens after the last one that a loss reads (`runner.contract.without_tails`)
     slots: int = 1  # packs of a step over all ranks, the recipe's ``train.packs_per_step``
     rank: int | None = 0  # rank among the ranks that draw data; None: it draws none, and its steps have no packs
-    ranks: int = 1
-    idle: Sample | None = None
+    ranks: int = 1  # that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`
+    idle: Sample | None = None  # with nothing to predict, for a rank without samples; needed with more ranks than slots
+    # Makes a step from the rank's packs (None: their tuple), in the process that packs; picklable, as are its results.
+    # A context manager is entered before the first row is read, and exited at the end, also after an error.
     then: Callable[[Packs], Any] | None = None
-    peers: Peers = SINGLE_PROCESS
-    media_names: Mapping[str, Sequence[str]] | None = None
+    peers: Peers = SINGLE_PROCESS  # all ranks of the run, which then all call this
+    media_names: Mapping[str, Sequence[str]] | None = None  # `media_of_data` of the model, for `data.pack_elements`
+    # Sends a parcel to each of `peers` and returns theirs (:meth:`DataProcessGroup.swap`): one of the ranks that hold
+    # the same samples prepares them for all. None: each rank prepares its own.
     swap: Swap | None = None
 
 

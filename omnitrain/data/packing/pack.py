@@ -85,31 +85,18 @@ class Pack:
 
     Indices of tokens (``text_rows``, positions of media) always stay on the host. Facts that follow from them, such as
     which tokens are on a rank, are then known without waiting for a device.
-
-    Attributes:
-        input_ids: ``[1, T]`` int64.
-        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; they restart with every sample.
-        cu_seqlens: ``[samples + 1]`` int32, offsets of the samples.
-        text_rows: ``[n]`` int64, indices of tokens whose next token is a trained text token; on the host.
-        text_labels: ``[n]`` int64, those next tokens (labels are already shifted).
-        inputs: encoder name -> items to read.
-        targets: decoder name -> items to learn to write.
-        info: ids, sources and lengths of the samples.
-        token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
-        forward_inputs: further arguments of the foundation's own forward, for a sample that it reads alone in its pack.
-            The ``position_ids`` of such a sample are not used.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    text_rows: torch.Tensor
-    text_labels: torch.Tensor
-    inputs: dict[str, MediaBatch]
-    targets: dict[str, MediaBatch]
-    info: PackInfo
-    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    input_ids: torch.Tensor  # `[1, T]` int64
+    position_ids: torch.Tensor  # `[1, T]` int64, or `[axes, 1, T]`; they restart with every sample
+    cu_seqlens: torch.Tensor  # `[samples + 1]` int32, offsets of the samples
+    text_rows: torch.Tensor  # `[n]` int64, indices of tokens whose next token is a trained text token; on the host
+    text_labels: torch.Tensor  # `[n]` int64, those next tokens (labels are already shifted)
+    inputs: dict[str, MediaBatch]  # encoder name -> items to read
+    targets: dict[str, MediaBatch]  # decoder name -> items to learn to write
+    info: PackInfo  # ids, sources and lengths of the samples
+    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the forward, [1, T] each
+    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of a sample that the forward reads alone
 
     @property
     def num_tokens(self) -> int:

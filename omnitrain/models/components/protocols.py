@@ -68,8 +68,7 @@ class DecoderMixin(ComponentMixin):
     def lm_embed(self, hidden: torch.Tensor, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample the next token of each sequence from the states that predict it, ``[batch, hidden]``.
 
-        ``sample``: ``logits [batch, classes] -> tokens [batch]``. Returns embeddings ``[batch, hidden]`` of the sampled
-        tokens, and the tokens ``[batch]`` int64.
+        ``sample``: ``logits [batch, classes] -> tokens [batch]``. Returns embeddings, like states, and tokens (int64).
         """
         raise NotImplementedError
 
@@ -78,10 +77,7 @@ class DecoderMixin(ComponentMixin):
         raise NotImplementedError
 
     def next_classes(self, tokens: list[int], size: str | None) -> range | None:
-        """Return the classes that may follow the first ``tokens`` of an item of ``size``; None: all of them.
-
-        ``size``: the requested size (``320x192``); None: the model chooses. A UserError: it cannot write it.
-        """
+        """Return classes after ``tokens`` of an item; None: all. UserError: it cannot write ``size`` (``320x192``)."""
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
         return None

@@ -41,10 +41,7 @@ class MediaTokenizer(Protocol):
         ...
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
-        """Return the codes of all items end to end, ``[n]`` int64, without end tokens.
-
-        ``num_tokens`` counts the tokens of each item with its end token.
-        """
+        """Return codes of items end to end, ``[n]`` int64, without the end tokens that ``num_tokens`` counts."""
         ...
 
     def decode(self, codes: torch.Tensor) -> Any:
@@ -59,10 +56,7 @@ class MediaTokenizer(Protocol):
 def media_tokenizer(
     model: PreTrainedModel, image_size: int | None, num_codebooks: int, image_sizes: Sequence[str] = ()
 ) -> MediaTokenizer:
-    """Return the :class:`MediaTokenizer` for ``model``.
-
-    Raises UserError: ``model`` is no media tokenizer, or a setting is missing.
-    """
+    """Return the :class:`MediaTokenizer` for ``model``; UserError: it is none, or a setting is missing."""
     if isinstance(model, MediaTokenizer):
         return model
     if isinstance(model, MelVQ):
@@ -119,10 +113,7 @@ def _pixels(image: Image.Image) -> np.ndarray:
 
 
 class _SizedTargetAdapter(ComponentAdapter):
-    """Convert an image to the nearest of several sizes: ``pixel_values`` ``[3 * height * width]``, ``size`` ``[1]``.
-
-    The nearest one has the most similar shape, and among these the most similar area. What exceeds it is cut off.
-    """
+    """Cuts an image to the size of the nearest shape and area: ``pixel_values`` ``[3 * height * width]``, ``size``."""
 
     modalities = ("image",)
 
@@ -179,11 +170,18 @@ class _ImageVQTokenizer:
     modality = "image"
 
     def __init__(self, model: PreTrainedModel, image_size: int | None) -> None:
-        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
+        """Check ``image_size``, pixels; UserError: missing, no multiple of the stride, or not the model's only size."""
         self.model, stride = model, _stride(model)
+        rows = getattr(model.config, "num_patches", None)  # of a model that decodes one size alone
+        image_size = image_size or (rows and rows * stride)
         if image_size is None or image_size % stride:
             raise UserError(
                 f"an image decoder needs image_size, a multiple of {stride} for this tokenizer; found {image_size}"
+            )
+        if rows and image_size != rows * stride:
+            raise UserError(
+                f"image_size: found {image_size}, but {type(model).__name__} decodes images of {rows * stride} pixels "
+                "alone; use this size, or leave it out"
             )
         self.image_size, self.side = image_size, image_size // stride
         self.num_codes = _num_codes(model)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin, TensorFeatures
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
 from omnitrain.models.hf.load import as_config, model_class
-from omnitrain.ops.loss.cross_entropy import LossTerm, linear_cross_entropy
+from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.recipe.component_configs import TokenDecoderConfig
 from omnitrain.transformers_private import ContainerModel
@@ -23,8 +23,7 @@ from omnitrain.transformers_private import ContainerModel
 class TokenDecoder(ContainerModel, DecoderMixin):
     """An embedding and a head for a media tokenizer's codes.
 
-    Items without a fixed length (sound) end with an extra class, the end token. It is part of their span: the head
-    predicts it, the embedding feeds it back, and the text that follows is predicted from it.
+    Items without a fixed length (sound) end with an extra class, the end token, which is predicted and fed back.
     """
 
     config_class = TokenDecoderConfig
@@ -32,15 +31,24 @@ class TokenDecoder(ContainerModel, DecoderMixin):
     loss_function: TokenFunction | None = None
     token_metrics: Mapping[str, TokenFunction] = MappingProxyType({})
 
-    def __init__(self, config: TokenDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
-        """``tokenizer``: a media tokenizer with weights; None: one with random weights."""
+    def __init__(
+        self,
+        config: TokenDecoderConfig,
+        tokenizer: PreTrainedModel | None = None,
+        embedding: nn.Module | None = None,
+        head: nn.Module | None = None,
+    ) -> None:
+        """``tokenizer``: a media tokenizer with weights; None: one with random weights.
+
+        ``embedding``: codes to ``[..., hidden]``; ``head``: hidden states to logits of the codes; None: fresh ones.
+        """
         super().__init__(config)
         tokenizer_config = as_config(config.tokenizer or {})
         self.tokenizer = tokenizer if tokenizer is not None else model_class(tokenizer_config)(tokenizer_config)
         self.tokenizer.requires_grad_(False)
         classes = self.codec.num_codes + self._has_ends
-        self.embedding = nn.Embedding(classes, config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, classes, bias=False)
+        self.embedding = nn.Embedding(classes, config.hidden_size) if embedding is None else embedding
+        self.head = nn.Linear(config.hidden_size, classes, bias=False) if head is None else head
         self.post_init()
 
     @cached_property
@@ -88,15 +96,14 @@ class TokenDecoder(ContainerModel, DecoderMixin):
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
         """Return the cross entropy of ``labels`` ``[n]``, predicted from hidden states ``[n, hidden]``."""
-        return linear_cross_entropy(
-            hidden,
-            self.head.weight,
-            labels,
-            count=labels.numel(),
-            backend=self.loss_backend,
-            function=self.loss_function,
-            metrics=self.token_metrics,
-        )
+        options: dict[str, Any] = {
+            "count": labels.numel(),
+            "function": self.loss_function,
+            "metrics": self.token_metrics,
+        }
+        if isinstance(self.head, nn.Linear):
+            return linear_cross_entropy(hidden, self.head.weight, labels, backend=self.loss_backend, **options)
+        return cross_entropy_rows(self.head(hidden), labels, **options)
 
     def lm_embed(
         self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
@@ -121,7 +128,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         """Decode ``tokens`` to a ``PIL.Image`` or ``Waveform``; an end token is ignored."""
         codes = [token for token in tokens if token < self.codec.num_codes]
         with torch.no_grad():
-            return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=self.head.weight.device))
+            return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=next(self.head.parameters()).device))
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the features of a black image, or of the shortest silent clip."""

@@ -94,9 +94,8 @@ class AudioEncoder(ContainerModel, EncoderMixin):
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode clips of ``num_tokens`` features each, without padding: ``[sum(num_tokens), hidden]``.
 
-        ``features``: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, the number of
-        features of each chunk without its padding. Raises RuntimeError: the tower gives another number of features. On
-        CUDA a device assertion raises it.
+        ``features``: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, of features.
+        Raises RuntimeError (on CUDA in an assertion): the tower gives another number.
         """
         return self.lm_project(self.lm_tower(features, num_tokens))
 

@@ -19,6 +19,7 @@ from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
+from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import tower_from_source
@@ -178,11 +179,12 @@ def _attached(
     attached: Components = {kind: {} for kind in given}
     if saved is not None:
         attached |= {"encoders": saved.encoders, "decoders": saved.decoders}
-        if problems := [*_name_problems(saved, given)]:
+        if problems := [*_name_problems(saved, given), *_left_behind(saved, base, given["decoders"])]:
             raise UserError(*problems)
-    for kind, build in (("encoders", _encoder), ("decoders", _decoder)):
-        for name, spec in given[kind].items():
-            attached[kind][name] = build(name, spec, hidden_size, init_device, dtype)
+    for name, spec in given["encoders"].items():
+        attached["encoders"][name] = _encoder(name, spec, hidden_size, init_device, dtype)
+    for name, spec in given["decoders"].items():
+        attached["decoders"][name] = _decoder(name, spec, base, init_device, dtype)
     for name, source in given["teachers"].items():
         if name in (*attached["encoders"], *attached["decoders"]):
             raise UserError(f"model.teachers.{name}: this is the name of another component; choose another one")
@@ -210,6 +212,13 @@ def _name_problems(saved: OmniModel, given: Mapping[str, Collection[str]]) -> It
         for name in given[kind]:
             if name in names:
                 yield f"{kind}: {name!r} is the name of a saved {of}; use another"
+
+
+def _left_behind(saved: OmniModel, base: PreTrainedModel, given: Collection[str]) -> Iterator[str]:
+    """No kept decoder is made of modules of a foundation that was replaced."""
+    for name, decoder in saved.decoders.items() if base is not saved.foundation else ():
+        if getattr(decoder.config, "of_foundation", None) and name not in given:
+            yield f"decoders: {name!r} is a part of the saved foundation; give it a `tokenizer` of its own"
 
 
 def _size_problems(hidden_size: int, attached: Components, given: Collection[str]) -> Iterator[str]:
@@ -263,11 +272,7 @@ def _from_checkpoint(
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:
-    """Return the config of the saved omni model in a folder or Hub id.
-
-    Raises:
-        UserError: ``folder`` holds no config, or the config of another kind of model.
-    """
+    """Return the config of the saved omni model in a folder or Hub id; UserError: there is none."""
     require_folder(str(folder), "omni model")
     try:
         model_type = OmniConfig.get_config_dict(folder)[0].get("model_type")
@@ -400,26 +405,39 @@ def _teacher(name: str, source: Source, init_device: str, dtype: torch.dtype | N
     return Teacher(TeacherConfig(model=as_dict(model.config)), model)
 
 
-def _decoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
+def _decoder(name: str, spec: Any, base: PreTrainedModel, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, DecoderMixin):
         return cast(PreTrainedModel, spec)
     ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
-    source = ready if ready is not None else _described(spec.tokenizer, init_device)
-    tokenizer = resolve(source, dtype=torch.float32)
-    config = TokenDecoderConfig(
-        tokenizer=as_dict(tokenizer.config),
-        hidden_size=hidden_size,
-        image_size=spec.image_size,
-        image_sizes=spec.image_sizes,
-        num_codebooks=spec.num_codebooks,
-        max_tokens=spec.max_tokens,
-    )
     try:
-        decoder = TokenDecoder(config, tokenizer)
+        decoder = _token_decoder(spec, ready, base, init_device)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
     cast_decoder(decoder, dtype)
     return decoder
+
+
+def _token_decoder(
+    spec: Decoder, ready: PreTrainedModel | None, base: PreTrainedModel, init_device: str
+) -> TokenDecoder:
+    """Build the decoder of a tokenizer, or of the modules of the foundation ``base``."""
+    names = find_writer(base) if ready is None and spec.tokenizer is None else None
+    if names is not None:
+        tokenizer = base.get_submodule(names["tokenizer"])
+    else:
+        tokenizer = resolve(
+            ready if ready is not None else _described(spec.tokenizer, init_device), dtype=torch.float32
+        )
+    config = TokenDecoderConfig(
+        tokenizer=as_dict(tokenizer.config),
+        hidden_size=base.get_input_embeddings().weight.size(1),
+        image_size=spec.image_size,
+        image_sizes=spec.image_sizes,
+        num_codebooks=spec.num_codebooks,
+        max_tokens=spec.max_tokens,
+        of_foundation=names,
+    )
+    return TokenDecoder(config, tokenizer) if names is None else decoder_of(base, config)
 
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -26,12 +26,8 @@ def takes_any_argument(foundation: PreTrainedModel) -> bool:
 def forward_of_batch(model: Any, batch: Mapping[str, Any], pack: object = None) -> ModelOutput:
     """Return the output of the foundation's own forward: padding, positions, logits and loss are those of transformers.
 
-    ``model``: an ``OmniModel``. ``batch``: argument -> value, as a tokenizer, processor or collator of HF returns them;
-    None is ignored. ``pack``: the argument ``pack`` of the call, which is no ``Pack``.
-
-    Raises:
-        UserError: ``pack`` is not None, the batch has no input, the model is parallelized, or the foundation does not
-            take an argument.
+    ``batch``: arguments as HF returns them, without None; ``pack``: no ``Pack``. Raises UserError: ``pack`` is given,
+    the batch has no input, the model is parallelized, or the foundation does not take an argument.
     """
     if pack is not None:
         found = type(pack).__name__

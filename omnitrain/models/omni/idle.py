@@ -14,12 +14,7 @@ _IDLE = "idle"  # source and id of samples for ranks without data; real data may
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
-    """Return a sample of ordinary tokens without a loss, for a rank that has no sample.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        num_tokens: number of tokens.
-    """
+    """Return a sample of ordinary tokens without a loss, for a rank of an ``OmniModel`` that has no sample."""
     native, special = model.runner.native, special_ids(model.foundation.config)
     ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
     trained = np.zeros(num_tokens, dtype=bool)

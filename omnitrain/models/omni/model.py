@@ -28,6 +28,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatur
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
+from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.discovery.text_run import text_blocks
@@ -100,7 +101,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         for name, values in sorted({**encoders, **(config.decoders or {})}.items()):
             if hasattr(type(self), name) or name in vars(self):
                 raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
-            self.add_module(name, ready.get(name) or _fresh(values, model_class))
+            part = ready.get(name)
+            if part is None and values.get("of_foundation"):
+                part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+            self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
         for name in sorted({*self.encoder_names, *self.decoder_names}.difference(self.teachers)):
@@ -113,11 +117,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the foundation by its contract.
-
-        Raises:
-            UserError: the contract check refused the foundation; the message has the measurements.
-        """
+        """Runs the foundation by its contract; UserError: the check of it refused the foundation."""
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
         self.find_draws()
@@ -209,11 +209,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             set_default_modes(Path(save_directory).glob("*.safetensors"))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """Upload config and weights to the Hub, with the arguments of transformers; return the address of the commit.
-
-        Raises:
-            UserError: there are LoRA adapters, which transformers would not upload.
-        """
+        """Upload config and weights to the Hub; return the commit's address. UserError: there are LoRA adapters."""
         self._require_no_adapters()
         return super().push_to_hub(*args, **kwargs)
 
@@ -241,21 +237,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @property
     def media_of_data(self) -> dict[str, tuple[str, ...]]:
-        """Encoder or decoder -> the names that its media have in a pack of a loader.
-
-        Unlike in :attr:`media_names`, an encoder whose tower and projector are components by themselves is whole, and
-        there are no teachers, which read no media.
-        """
+        """Encoder (a divided one is whole) or decoder -> the names that its media have in a pack of a loader."""
         whole = {tower: projector.removesuffix(".projector") for projector, tower in self.reads.items()}
         others = {*self.reads, *self.teachers}
         return {whole.get(name, name): media for name, media in self.media_names.items() if name not in others}
 
     def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest features for one of :attr:`media_names`, on this model's device, and the tokens of each.
-
-        It is made once, because an adapter builds a HF processor, and perhaps its tower without weights. For a modality
-        that the foundation reads by itself, the numbers of tokens are empty.
-        """
+        """Return the smallest features for one of :attr:`media_names`, and the tokens of each item, if known."""
         if name not in self._minimal_inputs:
             if name.startswith(NATIVE_PREFIX):
                 interface = self.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
@@ -279,6 +267,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         readers = {n: encoder.adapter() for n, encoder in self.encoders.items() if n not in self.teachers}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
+    def give_back_decoders(self) -> None:
+        """Put the modules of decoders that are the foundation's own back into it, as transformers has them."""
+        for name in [name for name, decoder in self.decoders.items() if getattr(decoder.config, "of_foundation", None)]:
+            give_back(self.foundation, self.decoders[name])
+            delattr(self, name)
+            self.decoder_names.remove(name)
+
     def train(self, mode: bool = True) -> OmniModel:
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
@@ -290,12 +285,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     ) -> None:
         """Recompute the layers of all components in the backward, as ``gradient_checkpointing`` of HF ``Trainer`` asks.
 
-        Args:
-            activation_checkpointing_kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
-            options: ``every_n_layers`` and ``offload`` of transformers.
-
-        Raises:
-            UserError: ``use_reentrant`` is true, or the model is parallelized.
+        ``activation_checkpointing_kwargs``: of torch's ``checkpoint``; ``options``: ``every_n_layers`` and ``offload``
+        of transformers. Raises UserError: ``use_reentrant`` is true, or the model is parallelized.
         """
         given = {"use_reentrant": False, "context_fn": recompute_contexts} | (activation_checkpointing_kwargs or {})
         if given["use_reentrant"]:
@@ -368,10 +359,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return handed_on(self, encoded, with_zero_gradients(output, encoded.idle), stage.span.stop)
 
     def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
-        """First step of :meth:`forward`: take the features of ``work``, and encode the media of other components.
-
-        FSDP gathers parameters only inside ``forward``, so the three steps of a sharded model must run inside it.
-        """
+        """First step of :meth:`forward`: encode media, or take the features of ``work``; sharded: only inside it."""
         work = work or MicroBatchWork()
         encoded = encode(self, self._filled_up(pack, work.sequence_slice), work)
         seed_foundation()
@@ -386,17 +374,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     ) -> FoundationOutput | torch.Tensor:
         """Run a pipeline stage of the foundation; all stages in order compute what :meth:`run_foundation` does.
 
-        Args:
-            encoded: the result of :meth:`encode_media`. A stage reads only some of the features
-                (:attr:`stage_contract`); the others may be any tensors of the same shapes.
-            span: the blocks of the stage.
-            arrived: ``[1, t, hidden]``, the result of the previous stage; None for the first stage.
-
-        Returns:
-            The output of the foundation for the last stage; for another stage, ``[1, t, hidden]`` for the next one.
-
-        Raises:
-            UserError: the foundation cannot be cut there.
+        ``encoded``: features that the stage does not read (:attr:`stage_contract`) may be any tensors of the same
+        shapes. ``arrived``: ``[1, t, hidden]``, the result of the previous stage, as this returns it; None: the first
+        stage. The last one returns the foundation's output. Raises UserError: the foundation cannot be cut there.
         """
         stage = self.stage_of(StageInput(span, () if arrived is None else (arrived,)))
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
@@ -405,11 +385,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return self.runner.stage_output(pack, media, sequence_slice, stage)
 
     def stage_of(self, stage: StageInput) -> StageCall:
-        """Return a call of a pipeline stage, for :meth:`FoundationRunner.run`.
-
-        Raises:
-            UserError: the foundation cannot be cut there.
-        """
+        """Return a stage's call for :meth:`FoundationRunner.run`; UserError: the foundation cannot be cut there."""
         for cut in (stage.span.start, stage.span.stop):
             self.stage_contract.require(type(self.foundation).__name__, cut)
         return StageCall(stage.span, self.stage_contract, *stage.arrived[:1])
@@ -461,10 +437,7 @@ for _config, _model in (
 
 
 def rest_frozen_statistics(model: nn.Module) -> None:
-    """Put frozen BatchNorm layers into evaluation mode.
-
-    In training mode each forward would update their statistics, differently on each rank.
-    """
+    """Put frozen BatchNorm layers into evaluation mode, so that a forward does not change their statistics."""
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.weight is not None and not module.weight.requires_grad:
             module.eval()

@@ -57,11 +57,7 @@ class Teacher(ContainerModel, EncoderMixin):
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the language model by its contract, over text alone.
-
-        Raises:
-            UserError: the contract check refused the model, or found that it cannot run several samples at once.
-        """
+        """Runs the language model by its contract, over text alone; UserError: it cannot run samples in packs."""
         kind = type(self.model).__name__
         with refusing(f"{kind} cannot be run"):
             contract = contract_of(self.model, "as a teacher")
@@ -74,13 +70,7 @@ class Teacher(ContainerModel, EncoderMixin):
         return ComponentAdapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
-        """Return the last hidden states of samples, ``[sum(num_tokens), width]``, without a graph.
-
-        ``features``: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
-
-        Raises:
-            UserError: the model does not call its head as a module, and so hides its last hidden states.
-        """
+        """Return the last hidden states of samples, ``[sum(num_tokens), width]``; UserError: the model hides them."""
         input_ids = features["input_ids"][None]
         positions = torch.cat([torch.arange(number, device=input_ids.device) for number in num_tokens])
         states: list[Tensor] = []
@@ -114,11 +104,7 @@ def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: A
 
 
 def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:
-    """Return a pack in which ``teachers`` have items: the samples with tokens that the text's loss predicts.
-
-    Raises:
-        UserError: such a sample has media, which a teacher does not read.
-    """
+    """Return a pack in which ``teachers`` have its samples with text to predict; UserError: one has media."""
     missing = [name for name in teachers if name not in pack.inputs]
     ends = np.cumsum(pack.info.lengths)
     read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()

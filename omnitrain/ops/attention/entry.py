@@ -44,8 +44,7 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tenso
 
     ``arguments`` are the arguments of transformers' ``sdpa_mask``; ``implementation`` is for unpacked input.
 
-    Raises:
-        UserError: the sequence is packed, and the requested mask does not fit it.
+    Raises UserError: the sequence is packed, and the requested mask does not fit it.
     """
     padding, packed = arguments.get("attention_mask"), packed_context.packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
@@ -96,8 +95,7 @@ def omnitrain_attention(
     :data:`HONOURED` and :data:`IRRELEVANT`. Returns ``[B, T, heads, value_dim]``, and attention weights if
     ``implementation`` returns them.
 
-    Raises:
-        UserError: names a feature that the layer needs and no backend supports.
+    Raises UserError: names a feature that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
         spec, shard = attention_mask, attention_mask.shard
@@ -270,8 +268,7 @@ IRRELEVANT = {
 def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
     """Refuse arguments, unless None or False, that could change the result and that packed attention would ignore.
 
-    Raises:
-        UserError: names the arguments, and the class of the layer.
+    Raises UserError: names the arguments, and the class of the layer.
     """
     unknown = [
         name

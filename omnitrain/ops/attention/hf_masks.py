@@ -25,15 +25,11 @@ from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, seg
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask that kernels support; all conditions hold at once.
+    """A mask that kernels support; all conditions hold at once."""
 
-    ``causal``: a token sees no later token; ``window``: only tokens less than this many positions before it; ``chunk``:
-    only its chunk of this many tokens, counted from the start of its segment.
-    """
-
-    causal: bool = False
-    window: int | None = None
-    chunk: int | None = None
+    causal: bool = False  # a token sees no later token
+    window: int | None = None  # only tokens less than this many positions before it
+    chunk: int | None = None  # only its chunk of this many tokens, counted from the start of its segment
 
 
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
@@ -42,9 +38,8 @@ def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bo
     ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` holds
     the indices.
 
-    Raises:
-        UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
-            meaning inside a segment is unknown.
+    Raises UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
+    meaning inside a segment is unknown.
     """
     pattern = pattern_of(mask_function, offsets)
     if pattern is None or (pattern.window is not None and not pattern.causal):
@@ -91,8 +86,7 @@ def within_segments(function: MaskFunction, starts: Tensor) -> MaskFunction:
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
     start at 0 in each segment; ``starts`` ``[T]`` is the first token of each token's segment.
 
-    Raises:
-        UserError: see :func:`describe`.
+    Raises UserError: see :func:`describe`.
     """
     name, captured = _name(function), _captured(function)
     if name in ("and_masks", "or_masks"):

@@ -184,10 +184,7 @@ class MaskSpec:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The arguments of one attention.
-
-    ``read``: the tokens whose output is used; a backend need not compute the others. None: all tokens.
-    """
+    """The arguments of one attention."""
 
     query: Tensor  # [1, H, T, D]
     key: Tensor  # [1, K, T, D]
@@ -198,6 +195,7 @@ class Call:
     softcap: float | None = None  # scaled scores become softcap * tanh(score / softcap)
     position_bias: Tensor | None = None  # [1, 1 or H, T, T], added to scaled and capped scores
     sinks: Tensor | None = None  # [H], the logit of an additional key per head with value zero
+    # the tokens whose output is used; a backend need not compute the others. None: all tokens
     read: ReadRows | None = None
 
     @property

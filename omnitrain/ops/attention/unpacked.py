@@ -38,8 +38,7 @@ def plain_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention by ``implementation``, or by the model's eager code if that ignores an argument.
 
-    Raises:
-        UserError: neither supports an argument.
+    Raises UserError: neither supports an argument.
     """
     if kwargs.get(_CHOSEN_BLOCKS) is not None:
         raise UserError(f"{type(module).__name__} passes {_CHOSEN_BLOCKS} to its attention, which is not supported")

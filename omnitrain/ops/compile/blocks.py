@@ -92,8 +92,7 @@ def compile_blocks(
     block has two graphs, before and after attention. Equal blocks share them. More recompiles than ``max_recompiles``
     are an error of :meth:`CompiledBlocks.check`.
 
-    Raises:
-        UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.
+    Raises UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.
     """
     blocks = dict(blocks_in(model))
     if not blocks:

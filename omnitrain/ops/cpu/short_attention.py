@@ -91,9 +91,7 @@ class ShortSegments:
 def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
     """Compute the indices of a sequence's keys.
 
-    Args:
-        groups: lengths of the segments of each batch, in order of the sequence.
-        heads: ``K``.
+    ``groups``: lengths of the segments of each batch, in order of the sequence. ``heads``: ``K``.
     """
     batches = tuple(_padded_batches(groups))
     rows, _, padded = _by_head(batches, heads)

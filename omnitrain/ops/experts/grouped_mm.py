@@ -26,12 +26,10 @@ _FIRST_THAT_LEAVES = 10  # major compute capability of Blackwell; Hopper writes 
 
 @dataclass(frozen=True)
 class ProductMemory:
-    """The tensors that the matmuls save for the backward.
+    """The tensors that the matmuls save for the backward."""
 
-    ``row_budget``: the most rows to compute at once; more rows are split, and the backward recomputes each part from
-    its input. None: no limit.
-    """
-
+    # the most rows to compute at once; more rows are split, and the backward recomputes each part from its input. None:
+    # no limit
     row_budget: int | None = None
     recomputes_activation: bool = False  # the backward recomputes the activation between both matmuls
 

@@ -24,12 +24,10 @@ from omnitrain.ops.registry import Backend, choose
 
 @dataclass(frozen=True)
 class FusedOp:
-    """The implementation of one operation in a model.
-
-    ``classes``: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
-    """
+    """The implementation of one operation in a model."""
 
     backend: str
+    # class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code
     classes: Counter[str] = field(default_factory=Counter)
 
 
@@ -61,14 +59,10 @@ FUSED = tuple(_OPERATIONS)
 def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
     """Run operations of ``model`` by the named backends, in place; return the result of each operation.
 
-    Args:
-        model: the model, on any device.
-        backends: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``) -> ``auto``, ``torch`` (the model's
-            own code) or another backend's name.
-        device: device on which the model will run; None: its current device.
-
-    Raises:
-        UserError: an operation or backend is unknown, or the backend cannot run on the device.
+    ``model``: the model, on any device. ``backends``: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``)
+    -> ``auto``, ``torch`` (the model's own code) or another backend's name. ``device``: device on which the model will
+    run; None: its current device. Raises UserError: an operation or backend is unknown, or the backend cannot run on
+    the device.
     """
     device = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}

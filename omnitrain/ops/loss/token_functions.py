@@ -33,8 +33,7 @@ def token_losses(
 ) -> Tensor:
     """Return one loss of ``function`` per token, ``[n]`` fp32, from logits ``[n, classes]`` and labels ``[n]``.
 
-    Raises:
-        UserError: the function returns something else.
+    Raises UserError: the function returns something else.
     """
     read = (
         {name: teachers[name].float() for name in further_parameters(function) if name in teachers} if teachers else {}

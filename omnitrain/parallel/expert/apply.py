@@ -133,17 +133,10 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> str:
     """Keep this rank's shard of the experts of ``layers``, and dispatch tokens between ranks.
 
-    Args:
-        model: its weights are equal on all ranks of ``mesh``; changed in place.
-        layers: MoE layers; their numbers of experts are multiples of the mesh's size.
-        mesh: ``[ep]``.
-        plan: the plan of their component.
-
-    Returns:
-        The dispatcher: ``torch`` or ``deepep``.
-
-    Raises:
-        UserError: the plan sets ``deepep``, and a test exchange through DeepEP failed; the model is unchanged.
+    ``model``: its weights are equal on all ranks of ``mesh``; changed in place. ``layers``: MoE layers; their numbers
+    of experts are multiples of the mesh's size. ``mesh``: ``[ep]``. ``plan``: the plan of their component. Returns the
+    dispatcher: ``torch`` or ``deepep``. Raises UserError: the plan sets ``deepep``, and a test exchange through DeepEP
+    failed; the model is unchanged.
     """
     buffer = _deepep_buffer([model.get_submodule(layer.name) for layer in layers], mesh, plan)
     # Saving gathers weights with two Shard(0) placements in two steps; torch warns each time.

@@ -29,19 +29,17 @@ from omnitrain.recipe.parallel import FOUNDATION
 
 @dataclass
 class _Layer:
-    """One MoE layer, by the name of its experts' module.
-
-    ``bias``: ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias.
-    ``fractions``: ``[E]`` fractions of all choices in the previous step.
-    """
+    """One MoE layer, by the name of its experts' module."""
 
     name: str
     experts: nn.Module
     num_experts: int
+    # ``E`` numbers, added to the scores only for the top-k choice; None: the router has no such bias
     bias: Tensor | None
     scores: Tensor | None = None  # [t, E] router scores of the current forward, before the softmax
     index: Tensor | None = None  # [t, k] chosen experts of the current forward
     counts: Tensor | None = None  # [E] choices of the current step on this rank; None: the layer was not called yet
+    # ``[E]`` fractions of all choices in the previous step
     fractions: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -66,8 +64,7 @@ class RouterMonitor:
     Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
     parallelized, or on one process.
 
-    Raises:
-        UserError: the model has no experts, or its routers do not support ``balance``.
+    Raises UserError: the model has no experts, or its routers do not support ``balance``.
     """
 
     def __init__(self, model: OmniModel, balance: ExpertsBalance) -> None:

@@ -32,8 +32,7 @@ _SAMPLES = "samples"
 class RoutingOfRun:
     """Record the decisions of a run's routers to a folder, or replay those of an earlier run's folder, or do nothing.
 
-    Raises:
-        UserError: the model has no experts, or the folder has no recorded decisions.
+    Raises UserError: the model has no experts, or the folder has no recorded decisions.
     """
 
     def __init__(self, model: OmniModel, record: str | None, replay: str | None, rank: int) -> None:

@@ -82,9 +82,7 @@ _running: ContextVar[_Running | None] = ContextVar("layer_with_shared_experts", 
 class SharedExpertOverlap:
     """Compute ``shared`` before ``layer`` calls it.
 
-    Args:
-        layer: a layer with the hidden states as first argument.
-        shared: see :func:`shared_experts`.
+    ``layer``: a layer with the hidden states as first argument. ``shared``: see :func:`shared_experts`.
     """
 
     def __init__(self, layer: nn.Module, shared: nn.Module) -> None:

@@ -95,9 +95,7 @@ def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
 
     Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.
 
-    Args:
-        model: the root unit.
-        names: the units that the next backward runs, too.
+    ``model``: the root unit. ``names``: the units that the next backward runs, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
     groups = [group for unit in units for group in torch_private.parameter_groups(unit)]

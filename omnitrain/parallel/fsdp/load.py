@@ -35,14 +35,9 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
     construction. Tied weights stay one parameter, and frozen parameters stay frozen. LoRA adapters of the checkpoint
     are added, unless the model has them already.
 
-    Args:
-        model: on any device, also ``meta``.
-        path: folder or Hub id.
-        in_files: leave parameters that are in safetensors files there, as ``StoredTensor``.
-
-    Raises:
-        UserError: the folder does not exist, has no weights, or has other adapters than the model.
-        WeightsError: names every missing, unexpected or misshapen tensor.
+    ``model``: on any device, also ``meta``. ``path``: folder or Hub id. ``in_files``: leave parameters that are in
+    safetensors files there, as ``StoredTensor``. Raises UserError: the folder does not exist, has no weights, or has
+    other adapters than the model; WeightsError: names every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
     set_attention_of_all(config, None)  # the model has chosen its attention already
@@ -79,8 +74,7 @@ def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
 def require_same_adapters(adapters: dict[str, Adapters]) -> None:
     """Require the same adapters (component -> those it has, or its checkpoint adds) on all ranks; all must call this.
 
-    Raises:
-        UserError: a rank has other adapters than rank 0; raised on all ranks.
+    Raises UserError: a rank has other adapters than rank 0; raised on all ranks.
     """
     by_rank = gathered_objects(adapters)
     for rank, of_rank in enumerate(by_rank):
@@ -100,8 +94,7 @@ def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> 
 
     ``is_bare``: the model of rank 0, or of the first rank of a section, is on the meta device.
 
-    Raises:
-        UserError: no source exists, or the checkpoint would replace trained adapters.
+    Raises UserError: no source exists, or the checkpoint would replace trained adapters.
     """
     if path is None and is_bare:
         raise UserError(
@@ -159,9 +152,8 @@ def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
 
     ``work`` must return the same on these ranks, such as the first rank of each section.
 
-    Raises:
-        UserError: one of these ranks raised it; raised on all ranks.
-        TrainingError: one of them raised another error; raised on the other ranks, while that rank raises its error.
+    Raises UserError: one of these ranks raised it; raised on all ranks; TrainingError: one of them raised another
+    error; raised on the other ranks, while that rank raises its error.
     """
     result: T | None = None
     failed: Exception | None = None

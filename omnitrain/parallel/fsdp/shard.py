@@ -32,14 +32,12 @@ _RUN_UNSHARDED = "run_unsharded"
 
 @dataclass(frozen=True)
 class Sharding:
-    """The sharding of a component's parameters.
+    """The sharding of a component's parameters."""
 
-    ``mesh``: one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP).
-    ``compute_dtype``: dtype of parameters and activations in forward and backward; None: the dtype of the parameters.
-    """
-
+    # one axis: shard over it (FSDP2). Two axes: replicate over the first, shard over the second (HSDP)
     mesh: DeviceMesh
     expert_mesh: DeviceMesh | None = None  # the same for experts under expert parallelism; None: no such experts
+    # dtype of parameters and activations in forward and backward; None: the dtype of the parameters
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = torch.float32  # dtype of gradient sums across ranks
     keep_unsharded: bool = False  # keep parameters gathered from forward to backward (more memory, less communication)

@@ -74,14 +74,9 @@ def cut_into_stages(
 ) -> Pipeline | None:
     """Cut a model as its plan says, and make the groups of the pipeline. All ranks must call it.
 
-    Args:
-        model: before tensors are sharded.
-        plan: the complete plan of the foundation.
-        state: the parallel state of the foundation's ranks.
-        on_all: encoders that run on all pipeline ranks.
-
-    Returns:
-        The pipeline; None without one, and on the ranks of other sections.
+    ``model``: before tensors are sharded. ``plan``: the complete plan of the foundation. ``state``: the parallel state
+    of the foundation's ranks. ``on_all``: encoders that run on all pipeline ranks. Returns the pipeline; None without
+    one, and on the ranks of other sections.
     """
     if state.size("pp") == 1:
         return None
@@ -111,13 +106,9 @@ def schedule_of_plan(
 ) -> Schedule:
     """Return the schedule of a step of the foundation: that of its pipeline, or gradient accumulation.
 
-    Args:
-        plan: the complete plan of the foundation.
-        num_micro_batches: number of micro-batches of the step on each rank.
-        encoders: components of ``main`` that are encoded outside of the forwards.
-
-    Raises:
-        ScheduleError: it cannot run.
+    ``plan``: the complete plan of the foundation. ``num_micro_batches``: number of micro-batches of the step on each
+    rank. ``encoders``: components of ``main`` that are encoded outside of the forwards. Raises ScheduleError: it cannot
+    run.
     """
     num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
     if num_ranks > 1 or settings.overlap:
@@ -135,10 +126,8 @@ def complete_schedule(
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return only the forwards and backwards of a step, also without a pipeline.
 
-    Args:
-        settings: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
-        num_ranks: number of pipeline ranks.
-        num_micro_batches: number of micro-batches of the step on each rank.
+    ``settings``: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
+    ``num_ranks``: number of pipeline ranks. ``num_micro_batches``: number of micro-batches of the step on each rank.
     """
     if settings is None or (num_ranks == 1 and not settings.overlap):
         return accumulate(num_micro_batches)
@@ -228,10 +217,9 @@ _AT_ONCE = 16  # tensors in a message
 def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor | None]:
     """Return whole tensors on the CPU, on all ranks. All ranks must call it.
 
-    Args:
-        values: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
-            parameters that only other stages hold are ignored.
-        pipeline: the pipeline; None: every rank holds all parameters.
+    ``values``: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
+    parameters that only other stages hold are ignored. ``pipeline``: the pipeline; None: every rank holds all
+    parameters.
     """
     if pipeline is None:
         return {name: _whole(value) for name, value in values.items()}

@@ -19,10 +19,8 @@ Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients)
 class StageChannel:
     """Point-to-point messages between this rank and the other pipeline ranks of its column of the mesh.
 
-    Args:
-        groups: direction -> group with both of its ranks.
-        ranks: global rank of each pipeline rank of the column.
-        rank: pipeline rank of this process.
+    ``groups``: direction -> group with both of its ranks. ``ranks``: global rank of each pipeline rank of the column.
+    ``rank``: pipeline rank of this process.
     """
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], ranks: Sequence[int], rank: int) -> None:
@@ -32,11 +30,8 @@ class StageChannel:
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Begin to send tensors, which must not change before :meth:`finish`.
 
-        Args:
-            kind: ``F`` or ``B``.
-            tensors: any shapes.
-            peer: pipeline rank of the receiver.
-            tag: number of the message, equal on both sides, and below 2**20.
+        ``kind``: ``F`` or ``B``. ``tensors``: any shapes. ``peer``: pipeline rank of the receiver. ``tag``: number of
+        the message, equal on both sides, and below 2**20.
         """
         self._free((kind, peer))
         sent = send_tensors(tensors, *self._end(kind, self._rank, peer, peer), tag)
@@ -86,13 +81,8 @@ def connect_pairs(
     the rank that posts it waits on the host until the other rank comes. If two ranks begin with different directions,
     as 1F1B's do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
 
-    Args:
-        columns: ``[n, pipeline ranks]``, the global ranks of each column.
-        of: the directions, in the same order on all ranks.
-        device: of the messages.
-
-    Returns:
-        The groups that have this rank.
+    ``columns``: ``[n, pipeline ranks]``, the global ranks of each column. ``of``: the directions, in the same order on
+    all ranks. ``device``: of the messages. Returns the groups that have this rank.
     """
     made = {}
     backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host

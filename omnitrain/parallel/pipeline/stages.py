@@ -68,8 +68,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
     The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
 
-    Raises:
-        ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
+    Raises ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
     """
     ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, is_v=schedule.kind == "zbv")
     cuts = model.stage_contract.cuts
@@ -119,12 +118,9 @@ def holders(
     A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; decoders, which embed targets
     and predict them, on the first and the last.
 
-    Args:
-        model: before tensors are sharded.
-        stages: the cut.
-        read_by: parameter of the foundation outside of blocks -> the stages that read it: ``first``, ``inner``,
-            ``last``.
-        on_all: encoders that run on all pipeline ranks.
+    ``model``: before tensors are sharded. ``stages``: the cut. ``read_by``: parameter of the foundation outside of
+    blocks -> the stages that read it: ``first``, ``inner``, ``last``. ``on_all``: encoders that run on all pipeline
+    ranks.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
     of_blocks = stages.of_blocks(path_of_blocks(model))

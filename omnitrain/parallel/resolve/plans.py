@@ -20,12 +20,7 @@ from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.roles import roles_of
-from omnitrain.parallel.resolve.sections import (
-    divide_encoders,
-    idle_settings,
-    section_problems,
-    starving_sections,
-)
+from omnitrain.parallel.resolve.sections import divide_encoders, idle_settings, section_problems, starving_sections
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -101,17 +96,11 @@ def resolve_without_ranks(
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
     """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
-    Args:
-        model: not parallelized, on any device; its weights stay unchanged.
-        plan: the plan of a recipe.
-        mixed_precision: see :class:`CallFlags`.
-        num_ranks: number of ranks. None: the first number that the plan fits.
-
-    Raises:
-        PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks with the
-            fewest problems.
-        UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In the second case, what
-            does not fit the model on any number of ranks is in the message, too.
+    ``model``: not parallelized, on any device; its weights stay unchanged. ``plan``: the plan of a recipe.
+    ``mixed_precision``: see :class:`CallFlags`. ``num_ranks``: number of ranks. None: the first number that the plan
+    fits. Raises PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks
+    with the fewest problems; UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In
+    the second case, what does not fit the model on any number of ranks is in the message, too.
     """
     if num_ranks is not None:
         try:

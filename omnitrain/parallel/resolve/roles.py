@@ -20,19 +20,13 @@ Role = Literal[
 
 
 class Refusal(NamedTuple):
-    """Fields that components of a role may not set.
+    """Fields that components of a role may not set."""
 
-    Attributes:
-        role: the components.
-        fields: keys of :class:`~omnitrain.recipe.parallel.ComponentPlan`; ``encode`` and other groups: all their keys.
-        reason: why, and what to do; it follows "found VALUE, but".
-        values: the values that are refused; empty: all that have an effect.
-    """
-
-    role: Role
+    role: Role  # the components
+    # keys of :class:`~omnitrain.recipe.parallel.ComponentPlan`; ``encode`` and other groups: all their keys
     fields: tuple[str, ...]
-    reason: str
-    values: tuple[object, ...] = ()
+    reason: str  # why, and what to do; it follows "found VALUE, but"
+    values: tuple[object, ...] = ()  # the values that are refused; empty: all that have an effect
 
     @property
     def keys(self) -> list[str]:
@@ -50,11 +44,7 @@ _CP = "only the foundation supports ring attention; remove it (`place: group` di
 
 # For each field, the first refusal that applies is told.
 REFUSALS = (
-    Refusal(
-        "the foundation",
-        ("encode",),
-        "the foundation encodes no media; set it on an encoder, or remove it",
-    ),
+    Refusal("the foundation", ("encode",), "the foundation encodes no media; set it on an encoder, or remove it"),
     Refusal("the foundation", ("place",), _PACKS, ("group",)),
     Refusal(_SECTION, ("pp", "cp"), _DEGREES),
     Refusal(
@@ -64,11 +54,7 @@ REFUSALS = (
     ),
     Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
-    Refusal(
-        _PROJECTOR,
-        ("encode", "quadratic_cost"),
-        "a projector in `main` runs in the forwards; remove it",
-    ),
+    Refusal(_PROJECTOR, ("encode", "quadratic_cost"), "a projector in `main` runs in the forwards; remove it"),
     Refusal(_PROJECTOR, ("place",), "a projector runs where its features are used; remove it", ("world",)),
     Refusal("a decoder", ("encode",), "it is for encoders; remove it"),
     Refusal(_OTHERS, ("pp", "schedule"), "only the foundation is cut into stages; remove it"),

@@ -24,8 +24,7 @@ from omnitrain.recipe.suggest import hint
 def divide_encoders(model: OmniModel, plan: ParallelPlan) -> None:
     """Make components of towers and projectors that sections of a plan name; undo it for other encoders.
 
-    Raises:
-        PlanError: the model cannot be divided like this.
+    Raises PlanError: the model cannot be divided like this.
     """
     raise_problems([*_divided_problems(model, plan)])
     model.divide(plan.divided_encoders())

@@ -26,47 +26,29 @@ class CallFlags:
     """The flags of ``build_parallelize_model``, for all components whose plans leave these settings open.
 
     A flag that differs from its default counts as set: a plan with another value contradicts it.
-
-    Attributes:
-        mixed_precision: compute in bf16. None: in the dtype of the parameters, which contradicts no plan.
-        recompute: recompute all blocks.
-        parameter_offload: offload the shards of sharded parameters.
     """
 
+    # compute in bf16. None: in the dtype of the parameters, which contradicts no plan
     mixed_precision: bool | None = True
-    recompute: bool = False
-    parameter_offload: bool = False
+    recompute: bool = False  # recompute all blocks
+    parameter_offload: bool = False  # offload the shards of sharded parameters
 
 
 @dataclass(frozen=True)
 class Request:
-    """All settings for one component, and the problems found so far.
-
-    Attributes:
-        name: name of the component.
-        plans: the plans of all components.
-        state: the factorisation of the ranks of its section.
-        flags: the flags of the call.
-        is_frozen_already: whether all its parameters are frozen before the plan is applied.
-        has_blocks: whether it has blocks that transformers can recompute.
-        tp: its degree of tensor parallelism.
-        expert_layers: its MoE layers that ``ep`` shards.
-        has_adapters: whether it trains only LoRA adapters.
-        roles: what it is (:func:`~omnitrain.parallel.resolve.roles.roles_of`).
-        problems: the problems found so far.
-    """
+    """All settings for one component, and the problems found so far."""
 
     name: str
-    plans: ParallelPlan
-    state: ParallelState
-    flags: CallFlags
-    is_frozen_already: bool
-    has_blocks: bool
-    tp: int
-    expert_layers: Sequence[ExpertLayer]
-    has_adapters: bool
-    roles: frozenset[Role]
-    problems: list[str] = field(default_factory=list)
+    plans: ParallelPlan  # the plans of all components
+    state: ParallelState  # the factorisation of the ranks of its section
+    flags: CallFlags  # the flags of the call
+    is_frozen_already: bool  # whether all its parameters are frozen before the plan is applied
+    has_blocks: bool  # whether it has blocks that transformers can recompute
+    tp: int  # its degree of tensor parallelism
+    expert_layers: Sequence[ExpertLayer]  # its MoE layers that ``ep`` shards
+    has_adapters: bool  # whether it trains only LoRA adapters
+    roles: frozenset[Role]  # what it is (:func:`~omnitrain.parallel.resolve.roles.roles_of`)
+    problems: list[str] = field(default_factory=list)  # the problems found so far
 
     @property
     def explicit(self) -> ComponentPlan:

@@ -130,11 +130,8 @@ class FeatureEdge:
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
         """Prepare for the messages of a step.
 
-        Args:
-            plan: of the step.
-            windows: first micro-batches of the windows with items, in the order in which they are encoded, and in
-                which their gradients come back.
-            trains: whether the step has backwards.
+        ``plan``: of the step. ``windows``: first micro-batches of the windows with items, in the order in which they
+        are encoded, and in which their gradients come back. ``trains``: whether the step has backwards.
         """
         self._gradient_rows = self.form.gradient_rows if trains else ()
         self._messages = {window: messages_of(plan, self.component, window, self.form.rows) for window in windows}
@@ -164,9 +161,8 @@ class FeatureEdge:
     def room_for(self, window: int) -> Iterator[tuple[int, int | None]]:
         """Yield for which messages :meth:`send` waits: those that a receiver must have taken before.
 
-        Yields:
-            (receiver, first micro-batch of the window whose features it must have taken; None: it must have begun the
-            step). Nothing for a receiver that has room in any case.
+        Yields (receiver, first micro-batch of the window whose features it must have taken; None: it must have begun
+        the step). Nothing for a receiver that has room in any case.
         """
         for receiver in self.peers(window):
             to_it = self._windows_of[receiver]
@@ -234,11 +230,8 @@ def messages_of(plan: StepPlan, component: str, window: int, rows: tuple[Rows, .
     A message has the features of its items in the order of the receiver's packs. Items that follow each other there and
     have the same sender are one part.
 
-    Args:
-        plan: of the step.
-        component: name of the encoder.
-        window: its first micro-batch.
-        rows: the tensors of a message.
+    ``plan``: of the step. ``component``: name of the encoder. ``window``: its first micro-batch. ``rows``: the tensors
+    of a message.
     """
     parts: dict[int, list[Part]] = {}
     for receiver, sender, items in _runs(plan, component, window):
@@ -277,11 +270,8 @@ def connect_sections(
     An edge goes to the section with the component that reads the features: most often the foundation in ``main``. Each
     section encodes its smallest input once, and tells the other ranks the form of the features.
 
-    Args:
-        model: sharded; each rank has the components of its section.
-        sections: section -> its settings.
-        state: the state of this rank's section.
-        device: of this rank.
+    ``model``: sharded; each rank has the components of its section. ``sections``: section -> its settings. ``state``:
+    the state of this rank's section. ``device``: of this rank.
     """
     own = sections[state.section].components if state.section in sections else ()
     forms = {name: _form(model, name, device) for name in own}

@@ -68,9 +68,7 @@ class Inbox:
     def take(self) -> tuple[Tensor, ...]:
         """Wait for the next message and return its tensors, ``[rows, ...]`` each: leaves without a graph.
 
-        Raises:
-            LostRankError: a sender has ended or is silent.
-            ValueError: no message is expected.
+        Raises LostRankError: a sender has ended or is silent; ValueError: no message is expected.
         """
         end, number = self._end, self._num_taken
         if not self._posted:
@@ -120,9 +118,8 @@ class Outbox:
     def push(self, receiver: int, tensors: Sequence[Tensor]) -> None:
         """Send the next part, ``[rows of the part, ...]`` each, which must not change until the message has left.
 
-        Raises:
-            LostRankError: the receiver has ended or is silent.
-            ValueError: no part is expected, or it has other shapes or dtypes.
+        Raises LostRankError: the receiver has ended or is silent; ValueError: no part is expected, or it has other
+        shapes or dtypes.
         """
         end = self._end
         if not self._expected[receiver]:
@@ -137,11 +134,7 @@ class Outbox:
         self._sent[receiver].append((number, departure))
 
     def finish(self) -> None:
-        """Wait until everything that was pushed has left.
-
-        Raises:
-            LostRankError: a receiver has ended or is silent.
-        """
+        """Wait until everything that was pushed has left. Raises LostRankError: a receiver has ended or is silent."""
         for receiver in self._sent:
             self._await_departures(receiver, self._counts[receiver])
 

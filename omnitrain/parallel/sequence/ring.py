@@ -32,8 +32,7 @@ def ring_attention(
     sequence. ``compute`` gives the attention ``[1, T, heads, E]`` of a call over a sequence that this rank has
     completely.
 
-    Raises:
-        UserError: the call has dropout, a position bias, or a mask with gradients.
+    Raises UserError: the call has dropout, a position bias, or a mask with gradients.
     """
     _require_supported(call)
     of_ranks = call.mask.remember(

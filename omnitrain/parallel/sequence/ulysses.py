@@ -34,14 +34,12 @@ def head_problem(num_heads: int, sp: int) -> str | None:
 
 @dataclass(frozen=True)
 class OwnHeads:
-    """The division of attention heads among ranks.
-
-    ``own_keys``: the key head of each of this rank's query heads, counted from the rank's first key head; None: each
-    key head has equally many query heads, as attention expects.
-    """
+    """The division of attention heads among ranks."""
 
     queries: HeadSpans  # query heads of each rank
     keys: HeadSpans  # key heads that each rank's queries read; neighbouring ranks may share one
+    # the key head of each of this rank's query heads, counted from the rank's first key head; None: each key head has
+    # equally many query heads, as attention expects
     own_keys: list[int] | None
 
 
@@ -105,8 +103,7 @@ class UlyssesShard:
         One all-to-all exchanges queries, keys and values, another one the output. A rank receives only the key heads
         that its queries read.
 
-        Raises:
-            UserError: the ranks do not divide the heads, or ring attention does not support the call.
+        Raises UserError: the ranks do not divide the heads, or ring attention does not support the call.
         """
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:

@@ -66,14 +66,10 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """Whether sequence parallelism divides the tokens of a model.
+    """Whether sequence parallelism divides the tokens of a model."""
 
-    ``problem``: why it does not; empty: it does. ``ends``: layer-independent names of the rowwise matrices that end a
-    region.
-    """
-
-    problem: str = ""
-    ends: frozenset[str] = frozenset()
+    problem: str = ""  # why it does not; empty: it does
+    ends: frozenset[str] = frozenset()  # layer-independent names of the rowwise matrices that end a region
 
     def ends_in(self, names: Iterable[str]) -> list[str]:
         """Return the module names that belong to ``ends``."""

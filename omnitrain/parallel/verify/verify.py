@@ -27,12 +27,7 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
-from omnitrain.parallel.verify.arguments import (
-    Factory,
-    build_with,
-    require_arguments,
-    require_losses,
-)
+from omnitrain.parallel.verify.arguments import Factory, build_with, require_arguments, require_losses
 from omnitrain.parallel.verify.reference import (
     Alone,
     Noise,

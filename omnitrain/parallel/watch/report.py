@@ -14,40 +14,26 @@ _SHOWN_SAMPLES = 8
 
 
 class RunningAction(NamedTuple):
-    """The action of a schedule that a rank runs.
+    """The action of a schedule that a rank runs."""
 
-    Attributes:
-        text: such as ``backward of stage 3``.
-        number: its index in the rank's list of actions; in a section, only messages count.
-        needs: (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or
-            come before an action that these ranks run together with this one. -1: the rank must have begun its list.
-        window: of an encoder with actions of its own: the first of the micro-batches that it encodes together.
-    """
-
-    text: str
-    number: int
+    text: str  # such as ``backward of stage 3``
+    number: int  # its index in the rank's list of actions; in a section, only messages count
+    # (rank, index in its list) of the actions of other ranks that must have ended: they send what it needs, or come
+    # before an action that these ranks run together with this one. -1: the rank must have begun its list
     needs: tuple[tuple[int, int], ...] = ()
+    # of an encoder with actions of its own: the first of the micro-batches that it encodes together
     window: int | None = None
 
 
 class Place(NamedTuple):
-    """The position of a rank in training. None: outside of one.
+    """The position of a rank in training. None: outside of one."""
 
-    Attributes:
-        step: the optimizer step, from 1.
-        micro_batch: index of the micro-batch in the step, from 0.
-        phase: phase of the step.
-        component: the component whose forward or backward runs.
-        samples: ids of the samples in the micro-batch.
-        action: the action of its schedule that it runs, in a pipeline or with sections.
-    """
-
-    step: int | None = None
-    micro_batch: int | None = None
-    phase: Phase | None = None
-    component: str | None = None
-    samples: Sequence[str] = ()
-    action: RunningAction | None = None
+    step: int | None = None  # the optimizer step, from 1
+    micro_batch: int | None = None  # index of the micro-batch in the step, from 0
+    phase: Phase | None = None  # phase of the step
+    component: str | None = None  # the component whose forward or backward runs
+    samples: Sequence[str] = ()  # ids of the samples in the micro-batch
+    action: RunningAction | None = None  # the action of its schedule that it runs, in a pipeline or with sections
 
 
 class Collectives(NamedTuple):

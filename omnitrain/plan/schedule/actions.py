@@ -53,26 +53,18 @@ _OVERLAP = re.compile(r"\(([^()]+);([^()]+)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One action of a rank.
+    """One action of a rank."""
 
-    Attributes:
-        kind: what it does.
-        stage: index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the
-            action belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``, messages
-            between a section and the first stage).
-        micro_batch: index of the micro-batch; of encoders: the first one of the window. None: the action is done once
-            in the step.
-        peer: pipeline rank at the other end of a ``SEND`` or ``RECV``, else None.
-        component: the component whose stage it is, or that it encodes.
-        parts: of ``OVERLAP_F_B``, its forward and its backward, in this order; else empty.
-    """
-
-    kind: Kind
+    kind: Kind  # what it does
+    # index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the action
+    # belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``, messages between a
+    # section and the first stage)
     stage: int | None = None
+    # index of the micro-batch; of encoders: the first one of the window. None: the action is done once in the step
     micro_batch: int | None = None
-    peer: int | None = None
-    component: str = FOUNDATION
-    parts: tuple[Action, ...] = ()
+    peer: int | None = None  # pipeline rank at the other end of a ``SEND`` or ``RECV``, else None
+    component: str = FOUNDATION  # the component whose stage it is, or that it encodes
+    parts: tuple[Action, ...] = ()  # of ``OVERLAP_F_B``, its forward and its backward, in this order; else empty
 
     def __str__(self) -> str:
         """``2F0``: forward of stage 2, micro-batch 0. ``2SEND_F0>3``: and its output to rank 3. See :meth:`parse`."""
@@ -105,8 +97,7 @@ class Action(NamedTuple):
 
         The text of forwards, backwards and overlaps is that of ``torch.distributed.pipelining``.
 
-        Raises:
-            ScheduleError: the text is not an action.
+        Raises ScheduleError: the text is not an action.
         """
         if overlap := _OVERLAP.fullmatch(text.strip()):
             return Action(Kind.OVERLAP_F_B, parts=tuple(map(Action.parse, overlap.groups())))
@@ -123,31 +114,22 @@ def _number(text: str | None) -> int | None:
 
 @dataclass(frozen=True)
 class SectionWindows:
-    """A section in a step: its ranks encode windows of micro-batches, one after the other.
+    """A section in a step: its ranks encode windows of micro-batches, one after the other."""
 
-    Attributes:
-        name: name of the section.
-        encoded: component -> first micro-batches of the windows in which it has items; in the order in which the
-            components of a window encode.
-        trained: components that have a backward.
-        size: number of micro-batches in a window.
-        slots: number of messages of a component for which those who read them have room.
-        in_flight: number of windows whose activations the section may keep; None: any number.
-        encode_twice: it keeps none, and its backwards repeat the forwards.
-        is_encoded: its features were encoded in the step before; now they are only sent. Then nothing trains.
-        upcoming: component -> windows of the next step that it encodes in this one, counted on from those of this step.
-        reads: component of this section -> one of another section that it reads, in windows of equal size.
-    """
-
-    name: str
+    name: str  # name of the section
+    # component -> first micro-batches of the windows in which it has items; in the order in which the components of a
+    # window encode
     encoded: Mapping[str, Sequence[int]] = field(hash=False)
-    trained: frozenset[str]
-    size: int
-    slots: int
-    in_flight: int | None = None
-    encode_twice: bool = False
+    trained: frozenset[str]  # components that have a backward
+    size: int  # number of micro-batches in a window
+    slots: int  # number of messages of a component for which those who read them have room
+    in_flight: int | None = None  # number of windows whose activations the section may keep; None: any number
+    encode_twice: bool = False  # it keeps none, and its backwards repeat the forwards
+    # its features were encoded in the step before; now they are only sent. Then nothing trains
     is_encoded: bool = False
+    # component -> windows of the next step that it encodes in this one, counted on from those of this step
     upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
+    # component of this section -> one of another section that it reads, in windows of equal size
     reads: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @property
@@ -166,17 +148,12 @@ class Schedule:
 
     Generators return forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`);
     :func:`~omnitrain.plan.schedule.lower.lower` adds sends, receives and what FSDP does.
-
-    Attributes:
-        actions: ``[pipeline ranks]``, the actions of each rank.
-        stage_ranks: ``[stages]``, the pipeline rank of each stage.
-        num_micro_batches: number of micro-batches of the step.
-        sections: sections; after the pipeline ranks, ``actions`` has the list of each of them.
     """
 
-    actions: tuple[tuple[Action, ...], ...]
-    stage_ranks: tuple[int, ...]
-    num_micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]  # ``[pipeline ranks]``, the actions of each rank
+    stage_ranks: tuple[int, ...]  # ``[stages]``, the pipeline rank of each stage
+    num_micro_batches: int  # number of micro-batches of the step
+    # sections; after the pipeline ranks, ``actions`` has the list of each of them
     sections: tuple[SectionWindows, ...] = ()
 
     @property

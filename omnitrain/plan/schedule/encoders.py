@@ -14,17 +14,11 @@ _SECONDS = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
 
 
 class EncoderWindows(NamedTuple):
-    """A component that all pipeline ranks encode, window by window.
-
-    Attributes:
-        component: name of the component.
-        size: number of micro-batches in a window.
-        is_trained: whether it has a backward.
-    """
+    """A component that all pipeline ranks encode, window by window."""
 
     component: str
-    size: int
-    is_trained: bool
+    size: int  # number of micro-batches in a window
+    is_trained: bool  # whether it has a backward
 
 
 def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Schedule:
@@ -35,9 +29,8 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
     them before its first action that starts later than that, if a backward takes twice as long as a forward. What they
     need has then started earlier on every rank, so no rank waits in a circle.
 
-    Args:
-        schedule: forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`).
-        encoders: the components, in the order in which they encode; their backwards come in the opposite order.
+    ``schedule``: forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`). ``encoders``: the
+    components, in the order in which they encode; their backwards come in the opposite order.
     """
     if not encoders or not schedule.num_micro_batches:
         return schedule
@@ -71,9 +64,8 @@ def _timed(
 def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
     """Return when the first stage, whose actions are ``row``, uses the features of windows of ``size`` micro-batches.
 
-    Returns:
-        Window (its first micro-batch) -> index of the first action that reads its features, and of the last one that
-        gives them gradients.
+    Returns Window (its first micro-batch) -> index of the first action that reads its features, and of the last one
+    that gives them gradients.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -15,19 +15,12 @@ from omnitrain.plan.schedule.simulate import Durations, Event, simulate
 
 
 class _Turn(NamedTuple):
-    """When the features of a window are used, by the first stage or by another section.
+    """When the features of a window are used, by the first stage or by another section."""
 
-    Attributes:
-        window: its first micro-batch.
-        begins: seconds at which the first of its forwards starts, if no features are late.
-        ends: seconds at which the last of its backwards ends.
-        needs: number of turns whose features must be there before it can end.
-    """
-
-    window: int
-    begins: float
-    ends: float
-    needs: int
+    window: int  # its first micro-batch
+    begins: float  # seconds at which the first of its forwards starts, if no features are late
+    ends: float  # seconds at which the last of its backwards ends
+    needs: int  # number of turns whose features must be there before it can end
 
 
 class _Pass(NamedTuple):
@@ -40,10 +33,7 @@ class _Pass(NamedTuple):
 
 
 def with_sections(
-    schedule: Schedule,
-    sections: Sequence[SectionWindows],
-    durations: Durations,
-    encoding: Callable[[str, int], float],
+    schedule: Schedule, sections: Sequence[SectionWindows], durations: Durations, encoding: Callable[[str, int], float]
 ) -> Schedule:
     """Return a schedule with a list of actions for each section, after those of the pipeline ranks.
 
@@ -55,14 +45,11 @@ def with_sections(
     Windows are encoded in the order in which the first stage needs them. A section runs the next forward as soon as
     slots and ``in_flight`` allow, otherwise the backward that became possible first.
 
-    Args:
-        schedule: complete, without sections (:func:`~omnitrain.plan.schedule.lower.lower`).
-        sections: the sections of the step.
-        durations: seconds of each action of ``schedule``; see :func:`~omnitrain.plan.schedule.simulate.simulate`.
-        encoding: component and window -> seconds of its forward; a backward takes twice as long.
-
-    Raises:
-        ScheduleError: a section may keep fewer windows than the first stage needs before its first backward.
+    ``schedule``: complete, without sections (:func:`~omnitrain.plan.schedule.lower.lower`). ``sections``: the sections
+    of the step. ``durations``: seconds of each action of ``schedule``; see
+    :func:`~omnitrain.plan.schedule.simulate.simulate`. ``encoding``: component and window -> seconds of its forward; a
+    backward takes twice as long. Raises ScheduleError: a section may keep fewer windows than the first stage needs
+    before its first backward.
     """
     if not sections or not schedule.num_micro_batches:
         return schedule
@@ -98,8 +85,7 @@ def _limiting(section: SectionWindows, sections: Sequence[SectionWindows]) -> Se
 def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindows]:
     """Yield each section after those that read its features.
 
-    Raises:
-        ScheduleError: two sections read features of each other.
+    Raises ScheduleError: two sections read features of each other.
     """
     left = list(sections)
     while left:

@@ -22,46 +22,28 @@ _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 @dataclass(frozen=True)
 class Link:
-    """What a message between two ranks costs.
+    """What a message between two ranks costs."""
 
-    Attributes:
-        latency: seconds from the end of a send to the arrival.
-        bandwidth: bytes per second. A rank sends one message at a time.
-        message_bytes: bytes of the message that a ``SEND`` sends.
-    """
-
-    latency: Seconds = 0
-    bandwidth: Seconds = 1
-    message_bytes: Callable[[Action], Seconds] = lambda _: 0
+    latency: Seconds = 0  # seconds from the end of a send to the arrival
+    bandwidth: Seconds = 1  # bytes per second. A rank sends one message at a time
+    message_bytes: Callable[[Action], Seconds] = lambda _: 0  # bytes of the message that a ``SEND`` sends
 
 
 class Event(NamedTuple):
-    """An action in time.
-
-    Attributes:
-        action: the action.
-        start: seconds from the start of the step.
-        end: seconds from the start of the step; of a send, when the message has arrived.
-        exposed: of an action that computes: seconds for which it waited for data or weights on their way.
-    """
+    """An action in time."""
 
     action: Action
-    start: Seconds
-    end: Seconds
-    exposed: Seconds = 0
+    start: Seconds  # seconds from the start of the step
+    end: Seconds  # seconds from the start of the step; of a send, when the message has arrived
+    exposed: Seconds = 0  # of an action that computes: seconds for which it waited for data or weights on their way
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step.
-
-    Attributes:
-        schedule: the schedule that ran.
-        events: ``[ranks][actions]``, one for each action of the schedule.
-    """
+    """A simulated step."""
 
     schedule: Schedule
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[Event, ...], ...]  # ``[ranks][actions]``, one for each action of the schedule
 
     @cached_property
     def makespan(self) -> Seconds:
@@ -91,20 +73,13 @@ class Timeline:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank that does not get past an action.
-
-    Attributes:
-        rank: the rank.
-        index: position of the action in the rank's list.
-        action: the action.
-        needs: what it waits for, as text.
-        needed_action: the action it waits for, at ``needed_index`` of rank ``needed_rank``; None: no rank has it.
-    """
+    """A rank that does not get past an action."""
 
     rank: int
-    index: int
+    index: int  # position of the action in the rank's list
     action: Action
-    needs: str
+    needs: str  # what it waits for, as text
+    # the action it waits for, at ``needed_index`` of rank ``needed_rank``; None: no rank has it
     needed_action: Action | None = None
     needed_rank: int = -1
     needed_index: int = -1

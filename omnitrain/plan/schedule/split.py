@@ -73,8 +73,7 @@ def split_by_numbers(
 ) -> tuple[Blocks, ...]:
     """Divide blocks into stages of given sizes; ``legal_cuts``: see :func:`split_by_cost`.
 
-    Raises:
-        ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.
+    Raises ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.
     """
     written = ", ".join(map(str, numbers))
     if len(numbers) != num_stages:
@@ -106,10 +105,7 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def _partition(
-    places: Sequence[int],
-    num_stages: int,
-    cost: Callable[[int, int, int], float],
-    add: Callable[[float, float], float],
+    places: Sequence[int], num_stages: int, cost: Callable[[int, int, int], float], add: Callable[[float, float], float]
 ) -> list[int]:
     """Return the bounds of stages for which costs, put together by ``add``, are least.
 

@@ -27,24 +27,17 @@ _MAX_SHOWN = 8
 
 
 class Problem(NamedTuple):
-    """Something that is wrong with a schedule.
+    """Something that is wrong with a schedule."""
 
-    Attributes:
-        rank: pipeline rank where it shows.
-        message: the problem, with rank, action and missing action.
-        actions: the actions that it is about, missing ones included.
-    """
-
-    rank: int
-    message: str
-    actions: tuple[Action, ...]
+    rank: int  # pipeline rank where it shows
+    message: str  # the problem, with rank, action and missing action
+    actions: tuple[Action, ...]  # the actions that it is about, missing ones included
 
 
 def validate(schedule: Schedule, *, lowered: bool = True) -> None:
     """Raise if a schedule cannot run; arguments as for :func:`problems_in`.
 
-    Raises:
-        ScheduleError: with all problems found.
+    Raises ScheduleError: with all problems found.
     """
     problems = problems_in(schedule, lowered=lowered)
     if problems:

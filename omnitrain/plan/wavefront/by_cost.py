@@ -22,12 +22,11 @@ class CostOrder:
     """Chooses the rank and the micro-batch of each pack of a step. Picklable; the result is the same on all ranks.
 
     Packs stay on the rank that drew them, unless the step becomes shorter by more than 1 % if they are dealt anew.
-
-    ``coupled``: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
-    micro-batches should cost the same; otherwise only their sums.
     """
 
     inside: tuple[str, ...]  # encoders that each rank runs in its forwards, for the items of its packs
+    # whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th micro-batches
+    # should cost the same; otherwise only their sums
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:

@@ -10,18 +10,16 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Feeder:
-    """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other.
+    """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other."""
 
-    ``forward``: ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes.
-    ``backward``: ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none.
-    ``encode_twice``: it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter.
-    """
-
+    # ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes
     forward: Sequence[float]
+    # ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none
     backward: Sequence[float]
     lanes: tuple[int, ...]  # the lanes that it feeds
     slots: int = 2  # samples of one lane whose features may wait or be on their way
     in_flight: int | None = None  # trained samples whose activations it may keep. None: any number
+    # it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter
     encode_twice: bool = False
 
     @cached_property
@@ -44,23 +42,17 @@ class Wavefront:
     the next sample; a sample begins when all of its features are there. A feeder begins the next forward as soon
     as slots and ``in_flight`` allow, otherwise the backward that became possible first.
 
-    Attributes:
-        work: ``[samples]`` seconds of forward and backward in the critical section.
-        lane: ``[samples]`` the lane of each sample.
-        num_lanes: number of lanes.
-        feeders: the feeders; a lane has at most one of each section.
-        coupled: lanes begin their n-th samples together and wait for the longest (collectives of FSDP or experts in
-            every layer); each lane has the same number of samples.
-
     Raises:
         ValueError: lengths that differ, slots or ``in_flight`` below 1; coupled lanes with unequal numbers of samples,
             or with a feeder that cannot keep a sample of each of its lanes, for which they would wait for ever.
     """
 
-    work: Sequence[float]
-    lane: Sequence[int]
-    num_lanes: int
-    feeders: tuple[Feeder, ...]
+    work: Sequence[float]  # ``[samples]`` seconds of forward and backward in the critical section
+    lane: Sequence[int]  # ``[samples]`` the lane of each sample
+    num_lanes: int  # number of lanes
+    feeders: tuple[Feeder, ...]  # the feeders; a lane has at most one of each section
+    # lanes begin their n-th samples together and wait for the longest (collectives of FSDP or experts in every layer);
+    # each lane has the same number of samples
     coupled: bool = False
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class DataSetStats:
 class SourceStats:
     """The samples of a source, by which metrics are split."""
 
-    name: str  # its name
+    name: str
     samples: int  # number of samples that were measured
     rejected: int  # number of rows that were rejected
     length: Mapping[str, float]  # :data:`LENGTHS` of the samples' tokens

@@ -56,12 +56,7 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        model: OmniModel,
-        processor: OmniProcessor,
-        heldout: Sequence[RowSource],
-        recipe: Recipe,
-        ranks: Ranks,
+        self, model: OmniModel, processor: OmniProcessor, heldout: Sequence[RowSource], recipe: Recipe, ranks: Ranks
     ) -> None:
         """Take the settings; nothing is read yet. All ``ranks`` call every method."""
         assert recipe.evaluation is not None

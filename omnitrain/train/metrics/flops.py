@@ -176,12 +176,7 @@ class RunFlops:
 
 
 def flop_metrics(
-    found: PackFlops,
-    steps: int,
-    tokens: int,
-    seconds: float,
-    peaks: Sequence[Peak],
-    left_out: Mapping[str, str],
+    found: PackFlops, steps: int, tokens: int, seconds: float, peaks: Sequence[Peak], left_out: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the metrics of FLOPs: ``mfu = FLOPs of the model / (seconds * sum of the ranks' peaks)``.
 

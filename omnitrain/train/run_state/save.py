@@ -41,25 +41,22 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The state of a run, from which it resumes.
-
-    Attributes:
-        expert_shares: layer with experts -> the experts' shares of the last step's tokens.
-        quadratic_costs: component -> the quadratic part of its items' cost. None: it was not measured.
-        section_seconds: component -> seconds of its work (:class:`Measured`). None: it was not measured.
-        losses: head -> source -> sum of its losses and tokens, since the last line of metrics.
-    """
+    """The state of a run, from which it resumes."""
 
     step: int = 0
     seconds: float = 0.0  # training time so far, over all starts
     steps_without_targets: int = 0
     data: LoaderState = field(default_factory=LoaderState)  # state of the data, over all ranks
     rows: tuple[int, ...] = ()  # rows of each training data set
+    # layer with experts -> the experts' shares of the last step's tokens
     expert_shares: dict[str, list[float]] = field(default_factory=dict)
     expert_chunks: dict[str, int] | None = None  # component -> the fastest number of chunks. None: it was not measured
+    # component -> the quadratic part of its items' cost. None: it was not measured
     quadratic_costs: dict[str, float] | None = None
+    # component -> seconds of its work (:class:`Measured`). None: it was not measured
     section_seconds: dict[str, float] | None = None
     measured_costs_unused_until: int = UNUSED_STEPS  # the last step that is planned without these two
+    # head -> source -> sum of its losses and tokens, since the last line of metrics
     losses: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     mean_loss: float = 0.0  # mean total loss of the same steps, over ``loss_tokens`` predicted tokens of all heads
     loss_tokens: int = 0

@@ -67,18 +67,15 @@ class _Times:
 
 @dataclass(frozen=True)
 class _Planned:
-    """A recipe on its ranks, which need not exist: its model without weights, the ranks of ``main``, complete plans.
-
-    ``number``: micro-batches of a rank in a step; ``advice``: what would be a better one.
-    """
+    """A recipe on its ranks, which need not exist: its model without weights, the ranks of ``main``, complete plans."""
 
     recipe: Recipe
     model: OmniModel
     state: ParallelState
     plans: Mapping[str, ComponentPlan]
     topology: Topology
-    number: int
-    advice: Sequence[str]
+    number: int  # micro-batches of a rank in a step
+    advice: Sequence[str]  # what would be a better one
 
     @property
     def sections(self) -> Mapping[str, Section]:

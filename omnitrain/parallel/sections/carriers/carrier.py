@@ -16,8 +16,7 @@ class Arrival(Protocol):
     def wait(self) -> tuple[Tensor, ...]:
         """Wait until all parts are here, and return the tensors, ``[rows, ...]`` each. Called once.
 
-        Raises:
-            LostRankError: a sender has ended.
+        Raises LostRankError: a sender has ended.
         """
         ...
 
@@ -26,11 +25,7 @@ class Departure(Protocol):
     """A part of a message on its way to another rank."""
 
     def wait(self) -> object:
-        """Wait until the sent tensors may change. Called once.
-
-        Raises:
-            LostRankError: the receiver has ended.
-        """
+        """Wait until the sent tensors may change. Called once. Raises LostRankError: the receiver has ended."""
         ...
 
 
@@ -51,10 +46,8 @@ class Carrier(Protocol):
     def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Departure:
         """Begin to send a part of a message, which lands at its rows. Does not wait.
 
-        Args:
-            tensors: ``[rows of the part, ...]`` each, contiguous; they must not change before the departure has ended.
-            message: the whole message.
-            part: one of its parts, of this rank.
-            number: number of the message among those of its receiver, from 0.
+        ``tensors``: ``[rows of the part, ...]`` each, contiguous; they must not change before the departure has ended.
+        ``message``: the whole message. ``part``: one of its parts, of this rank. ``number``: number of the message
+        among those of its receiver, from 0.
         """
         ...

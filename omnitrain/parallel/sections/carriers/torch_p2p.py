@@ -43,8 +43,7 @@ class Transfer:
 
         After ``timeout_s`` seconds (None: the limit of the process group), gloo breaks all connections of the group.
 
-        Raises:
-            LostRankError: the other rank has ended, or did nothing within the limit.
+        Raises LostRankError: the other rank has ended, or did nothing within the limit.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._works:  # each is waited for once: a second wait for a send of gloo never ends
@@ -62,11 +61,8 @@ class Transfer:
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
     """Begin to send tensors of any shapes, which must not change before the transfer has ended.
 
-    Args:
-        tensors: of one message.
-        group: with this rank and the other one.
-        peer: rank of the receiver in ``group``.
-        number: of the message, equal on both sides, and below 2**22.
+    ``tensors``: of one message. ``group``: with this rank and the other one. ``peer``: rank of the receiver in
+    ``group``. ``number``: of the message, equal on both sides, and below 2**22.
     """
     return _begun(dist.isend, [tensor.detach().contiguous() for tensor in tensors], group, peer, number)
 
@@ -145,9 +141,8 @@ class TorchCarrier:
     of the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others
     wait in the group's stream.
 
-    Args:
-        group: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
-        device: of the messages.
+    ``group``: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
+    ``device``: of the messages.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
