@@ -23,8 +23,8 @@ from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.torch_private import initialise_root, tree_map_only
 from omnitrain.transformers_private import keep_recordable_outputs
 
-# Methods of a component -> whether FSDP casts their floating-point arguments. A decoder's media tokenizer keeps its
-# precision, so the features for it are not cast.
+# Methods of a component -> whether FSDP casts floating-point tensors of their first argument, features or hidden
+# states. A decoder's media tokenizer keeps its precision, so the features for it are not cast; nor are labels.
 _ENCODER_CALLS = {"lm_encode": True}
 _DECODER_CALLS = {"lm_encode": False, "lm_head": True, "lm_embed": True}
 _RUN_UNSHARDED = "run_unsharded"
@@ -147,15 +147,15 @@ def _gather_in_methods(model: OmniModel, component: str, dtype: torch.dtype) -> 
         setattr(module, method, partial(_call, module, getattr(module, method), dtype if casts else None))
 
 
-def _call(module: Any, method: Callable[..., Any], dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
-    """Call the method, with floating-point arguments cast to ``dtype``; None: unchanged."""
+def _call(module: Any, method: Callable[..., Any], dtype: torch.dtype | None, first: Any, *others: Any) -> Any:
+    """Call the method, with floating-point tensors of its first argument cast to ``dtype``; None: unchanged."""
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     if dtype is not None:
-        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-    return getattr(module, _RUN_UNSHARDED)(lambda: method(*args, **kwargs))
+        first = tree_map_only(Tensor, cast, first)
+    return getattr(module, _RUN_UNSHARDED)(lambda: method(first, *others))
 
 
 def _require_embedding_grad(model: OmniModel) -> None:

@@ -71,6 +71,7 @@ def export(
     quiet_libraries()
     with weights_left_in_files():
         model, processor = load_checkpoint(checkpoint, averaged=ema)
+        model.give_back_decoders()
     with operations_recorded():
         merge_lora(model, wanted)
         if wanted is not None:
