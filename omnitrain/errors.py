@@ -10,10 +10,7 @@ EXIT_REQUEUE = 143
 
 
 class UserError(ValueError):
-    """A mistake in a recipe, in data or in weights. The CLI prints the message and exits with code 2.
-
-    Each argument is a problem; the message has all of them, one below the other.
-    """
+    """A mistake in a recipe, in data or in weights; each argument is a problem. The CLI exits with code 2."""
 
     def __str__(self) -> str:
         return "\n".join(self.problems)

@@ -31,13 +31,10 @@ def on_first_use(
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     refusal: type[Exception] = ImportError,
 ) -> Callable[[str], Any]:
-    """Return a package's ``__getattr__``.
+    """Return the ``__getattr__`` of a ``package``; ``homes``: name -> module that has it, or that is it.
 
-    Args:
-        package: its dotted name.
-        homes: name -> module that has it, or that is it.
-        elsewhere: name that the package does not have -> what to write instead.
-        refusal: raised for a name of ``elsewhere``. Python hides an AttributeError from ``from PACKAGE import NAME``.
+    ``elsewhere``: name that it does not have -> what to write instead; ``refusal`` is then raised: Python hides an
+    AttributeError from ``from PACKAGE import NAME``.
     """
 
     def get(name: str) -> Any:

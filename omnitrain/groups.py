@@ -31,21 +31,13 @@ def new_group(
 ) -> dist.ProcessGroup | None:
     """Make a process group of global ranks; None on other ranks. All ranks call it, in one order.
 
-    A rank that is not in the group sends nothing; one of ``n`` ranks asks the store ``2 n + 1`` times for its part on
-    the host. Torch's ``use_local_synchronization`` would spare the others the call, but it names a group after the
-    number of groups that a rank is in, which differs: the first stage of a pipeline is in fewer than the second.
+    Torch's ``use_local_synchronization`` would spare other ranks the call, but it names a group after the number of
+    groups that a rank is in, which differs: the first stage of a pipeline is in fewer than the second.
 
     Where ``init_process_group(device_id=...)`` has bound a GPU, torch lets the ranks that are not in a new group take
     part in a split of NCCL's communicator, for which those in a gloo group never come (pytorch#197568). So the GPU is
-    not bound meanwhile.
-
-    Args:
-        ranks: global ranks of the group.
-        name: its description.
-        backend: None: the default group's.
-        timeout: of its collectives; None: the default group's.
-        high_priority: whether NCCL's kernels run in streams of high priority.
-        max_ctas: the most multiprocessors that a kernel of NCCL occupies; None: NCCL's default.
+    not bound meanwhile. ``backend``, ``timeout``: None: the default group's; ``high_priority``: of NCCL's streams;
+    ``max_ctas``: the most multiprocessors that a kernel of NCCL occupies; None: NCCL's default.
     """
     if timeout is None and dist.group.WORLD is not None:  # torch itself gives 10 or 30 minutes, whatever the user set
         timeout = timeout_of(dist.group.WORLD)
@@ -57,10 +49,7 @@ def new_group(
 
 
 def shared_group(use: str, ranks: Sequence[int], name: str, **settings: Any) -> dist.ProcessGroup | None:
-    """Return the group of some ranks for a use, which the first call makes. All ranks call it, as :func:`new_group`.
-
-    Calls with the same ``use`` have the same ``settings``, and are never waited for in two threads at once.
-    """
+    """Return the group of ranks for a ``use``, which the first call of all ranks makes, always with equal settings."""
     made = _shared.setdefault(dist.group.WORLD, {}) if dist.group.WORLD is not None else {}
     key = (use, tuple(ranks))
     if key not in made:

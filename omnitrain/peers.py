@@ -20,15 +20,14 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Peers:
-    """Ranks that each work on different data. All of them must call every method, in the same order.
+    """Ranks that each work on different data; all of them must call every method, in the same order.
 
-    This class is a single process; :class:`GlooGroup` is several ones. ``rank``: index of this rank. ``size``: number
-    of ranks. ``group``: their process group; None with a single process.
+    This class is a single process; :class:`GlooGroup` is several ones.
     """
 
-    rank: int = 0
+    rank: int = 0  # index of this rank
     size: int = 1
-    group: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup | None = None  # None: a single process
 
     def any(self, flag: bool) -> bool:
         """Return whether ``flag`` is set on any rank."""
@@ -69,11 +68,7 @@ class Peers:
         return values
 
     def gather_on_first(self, value: T) -> list[T]:
-        """Return the value of every rank (pickled) on rank 0, in rank order; an empty list on the others.
-
-        Values may have very different sizes: unlike :meth:`gather`, no rank fills up to the longest one. That of rank 0
-        stays where it is.
-        """
+        """Return the value of every rank (pickled, of any size) on rank 0, in rank order; an empty list on others."""
         if self.group is None:
             return [value]
         parcels = [b""] * self.size
@@ -102,9 +97,8 @@ SINGLE_PROCESS = Peers()
 class GlooGroup(Peers):
     """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
-    Every rank must create it, in the same order relative to other process groups. The same ranks share one process
-    group, since a rank needs a socket for each other rank of each of them: use it in the main thread alone. ``groups``:
-    global ranks of each group; a rank communicates within its group. None: one group of all ranks.
+    Every rank must create it, in the same order relative to other process groups, and use it in the main thread alone:
+    equal ranks share one group. ``groups``: global ranks of each; a rank is in one of them. None: one of all ranks.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
@@ -156,9 +150,7 @@ def lost_connections_as(message: str) -> Iterator[None]:
 def all_or_raise(peers: Peers, make: Callable[[], T]) -> T:
     """Return the result of ``make`` on this rank; if it raises on any rank, raise on all ranks, which all call this.
 
-    ``make`` has no collectives. Without this call, an error in it would leave the other ranks waiting. Raises
-    UserError: ``make`` raised a ``UserError`` on another rank; TrainingError: ``make`` raised a ``TrainingError`` or
-    another exception on another rank.
+    ``make`` has no collectives. Other ranks raise a UserError if it raised one, else a TrainingError.
     """
     results: list[T] = []
     failure: Exception | None = None

@@ -249,15 +249,12 @@ def forget_shardings() -> None:
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
-    """Return the groups of parameters of an FSDP unit; none if other units have all its parameters.
-
-    Until torch 2.12 a unit has one, ``_fsdp_param_group``, or None; since torch 2.13 it has ``_fsdp_param_groups``.
-    """
+    """Return the groups of parameters of an FSDP unit; none if other units have all its parameters."""
     return _groups_of(unit._get_fsdp_state())
 
 
 def _groups_of(state: Any) -> list[Any]:
-    if hasattr(state, "_fsdp_param_groups"):
+    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
 

@@ -27,12 +27,11 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model, without the values of its tensors: LoRA adapters, and all other weights.
+    """The files of a model, without the values of its tensors: LoRA adapters, and all other weights."""
 
-    ``small``: path in the folder -> content, of configs and the like; empty on all ranks but the first.
-    """
-
-    small: Mapping[str, bytes]
+    small: Mapping[
+        str, bytes
+    ]  # path in the folder -> content, of configs and the like; empty on all ranks but the first
     adapters: Sequence[WeightFile]
     weights: Sequence[WeightFile]
 

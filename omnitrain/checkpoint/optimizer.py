@@ -72,10 +72,7 @@ def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 def optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, owners: PieceOwners
 ) -> OptimizerState:
-    """Return the part of the state of ``optimizer`` that this rank writes (:func:`save_optimizer`).
-
-    ``parameters``: the model's, by name (:func:`parameters_at_rest`); ``owners``: of these parameters.
-    """
+    """Return the part of an optimizer's state that this rank writes; ``parameters``, ``owners``: of the whole model."""
     names = _names(parameters, optimizer)
     state = optimizer.state_dict()
     states = state["state"]
@@ -187,10 +184,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: s
 
 @torch.no_grad()
 def load_averages(model: nn.Module, folder: str | Path) -> None:
-    """Write the averages of ``AveragedWeights`` in ``folder`` over the weights of ``model``, which is not sharded.
-
-    Raises UserError: the folder has no averages, or averages of other parameters.
-    """
+    """Write the averages of ``AveragedWeights`` in ``folder`` over the weights of a model that is not sharded."""
     reader, parameters = dcp.FileSystemReader(folder), dict(model.named_parameters())
     with _ranks_of(model):
         for key, metadata in _stored(reader, folder, parameters).items():

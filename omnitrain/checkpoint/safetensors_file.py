@@ -69,10 +69,7 @@ class SafetensorsFile:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, which must have the dtype and the shape of its entry.
-
-        It is on the CPU, or of a class whose elements are elsewhere, such as in files: those are copied to memory.
-        """
+        """Write one tensor, of the dtype and shape of its entry; elements that are elsewhere are copied to memory."""
         tensor = tensor.detach()
         if type(tensor) is not Tensor:
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)

@@ -96,16 +96,14 @@ class CheckpointStore:
     """The checkpoints of one run, ``FOLDER/step-00000100`` and so on.
 
     A folder of that name is always complete: a rename creates it after all files and their checksums are written. Each
-    save removes the checkpoints that do not stay by ``retention``. ``last``: the last checkpoint that this process
-    saved or verified. None: there is none. ``saved``: the last checkpoint that this process saved. None: there is none.
-    ``damaged``: newer checkpoint that :meth:`latest_intact` passed over -> its damaged files; newest first.
+    save removes the checkpoints that do not stay by ``retention``.
     """
 
     def __init__(self, folder: str | Path, retention: Retention | None = None) -> None:
         self.folder, self.retention = Path(folder), retention or Retention()
-        self.last: Path | None = None
-        self.saved: Path | None = None
-        self.damaged: dict[Path, tuple[str, ...]] = {}
+        self.last: Path | None = None  # that this process saved or verified
+        self.saved: Path | None = None  # the last that this process saved
+        self.damaged: dict[Path, tuple[str, ...]] = {}  # newer than `latest_intact` -> damaged files; newest first
 
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``. All ``peers`` call this.
@@ -262,11 +260,7 @@ def _require_seen(path: Path, folder: Path) -> None:
 
 
 def verify(checkpoint: Path, peers: Peers = SINGLE_PROCESS, unread: str | None = None) -> None:
-    """Compare a checkpoint's files with its manifest; ``peers``, which all call this, divide the files.
-
-    Files in the folder ``unread`` of the checkpoint are skipped. Raises DamagedCheckpointError: files are missing or
-    differ; the message lists them; UserError: the run that saved it has removed it meanwhile.
-    """
+    """Compare the files of a checkpoint, but for its folder ``unread``, with its manifest; ``peers`` divide them."""
     damaged = peers.gather(all_or_raise(peers, lambda: _damaged(checkpoint, peers, unread)))
     if names := sorted({name for of_rank in damaged for name in of_rank}):
         if not checkpoint.is_dir():

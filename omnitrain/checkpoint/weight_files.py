@@ -92,14 +92,11 @@ def _finish(work: Any) -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of the model that become tensors of a file together, whole.
-
-    ``convert``: makes these of those. None: there is one of each, with equal values.
-    """
+    """Tensors of the model that become tensors of a file together, whole."""
 
     sources: tuple[Entry, ...]  # the tensors, as the model has them
     stored: tuple[Entry, ...]  # the tensors, as the file has them
-    convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None
+    convert: Callable[[Sequence[Tensor]], Mapping[str, Tensor]] | None = None  # None: one of each, with equal values
 
 
 @dataclass(frozen=True)

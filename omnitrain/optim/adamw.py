@@ -31,8 +31,7 @@ def gradient_shard(gradient: Tensor, parameter: Tensor) -> Tensor:
 class ShardedAdamW(AdamW):
     """torch's AdamW; each rank updates its shards as plain tensors, and the state dict has DTensors as before.
 
-    An element's update needs no other element. DTensor would derive a sharding for the lists of all tensors in the
-    first step, and hash these lists in each later one.
+    DTensor would derive a sharding for the lists of all tensors, and hash these lists in each step.
     """
 
     def init_group(

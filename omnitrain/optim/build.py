@@ -58,16 +58,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters. Weight decay applies to all but norms and biases.
 
-    Raises UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter without an fp32
-    copy is not fp32. Its updates would be rounded away: at learning rate 1e-5 a bf16 weight near 1 never moves.
-
-    Args:
-        model: the model; its parameters with ``requires_grad`` are trained.
-        settings: learning rate, betas, momentum, weight decay.
-        offloaded: parameters whose state and fp32 master copy live in host memory.
-        peaks: parameter -> peak learning rate, if it differs. Each parameter group stores its peak as ``peak``.
-        decays: parameter -> weight decay, if it differs.
-        matrices: the parameters that Muon updates; AdamW updates the others.
+    ``offloaded``: parameters whose state and fp32 master copy live in host memory. ``peaks``, ``decays``: parameter ->
+    peak learning rate (stored as ``peak`` of its group) or decay, if it differs. ``matrices``: what Muon updates; AdamW
+    the others. Raises UserError: no parameter is trainable, 8-bit states cannot be used, or a trainable parameter
+    without an fp32 copy is not fp32: at learning rate 1e-5 a bf16 weight near 1 never moves.
     """
     trainable, decayed = trained_parameters(model), decayed_parameters(model)
     with_copy, of_muon = set(offloaded), set(matrices)

@@ -23,13 +23,10 @@ _PIECE = 2**14  # elements whose squares a CPU adds up in fp32: of 2**24, it los
 
 @dataclass(frozen=True)
 class Holders:
-    """The ranks over which the parameters of a model are spread, where no rank has a shard of all of them.
-
-    ``counted_elsewhere``: parameters of this rank that another stage has, too, and counts.
-    """
+    """The ranks over which the parameters of a model are spread, where no rank has a shard of all of them."""
 
     stages: dist.ProcessGroup | None = None  # the pipeline ranks of this rank's column; None: no pipeline
-    counted_elsewhere: Set[torch.nn.Parameter] = frozenset()
+    counted_elsewhere: Set[torch.nn.Parameter] = frozenset()  # of this rank, that another stage has and counts, too
     sections: dist.ProcessGroup | None = None  # all ranks of a run whose components are in sections; None: no sections
     counts: bool = True  # whether this rank adds the sum of its section, as one of its ranks does
     device: str = "cpu"  # type of the device on which all of them add up, since a rank may have no gradient to tell it
@@ -70,10 +67,7 @@ def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter)
 def clip_gradients(
     parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter, max_norm: float | None
 ) -> torch.Tensor:
-    """Scale all gradients in place to a global norm of at most ``max_norm``; return the norm before, scalar fp32.
-
-    None: only measure it. A UserError: ``max_norm`` is not above 0.
-    """
+    """Scale gradients in place to a global norm of ``max_norm``, above 0 (None: not); return the norm, scalar fp32."""
     if max_norm is not None and not max_norm > 0:
         raise UserError(f"max_norm: found {max_norm!r}; expected a norm above 0, or None to measure without clipping")
     listed = _listed(parameters)

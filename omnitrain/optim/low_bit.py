@@ -24,9 +24,8 @@ _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # -> whether it has signs
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW that keeps its moments in blocks of 256 values of 8 bits with one scale; a step computes in fp32.
 
-    Moments of small tensors, and of shards that blocks do not divide, stay fp32. A state dict has fp32 moments in host
-    memory, sharded like their parameters: so a run resumes under another layout, and under the same one with the same
-    8-bit values.
+    Moments of small tensors, and of shards that blocks do not divide, stay fp32. A state dict has sharded fp32 moments
+    in host memory, so a run resumes under any layout, and under the same one with the same values.
     """
 
     def __init__(

@@ -73,10 +73,7 @@ class MuonWithAdamW(ShardedAdamW):
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Return ``U @ V.T`` of the singular value decomposition of each matrix, roughly: singular values near 1.
-
-    ``matrices``: ``[..., rows, columns]``. On CUDA the iteration runs in bf16, as in torch, elsewhere in fp32.
-    """
+    """Return ``U @ V.T`` of each of ``[..., rows, columns]`` roughly, of singular values near 1; on CUDA in bf16."""
     a, b, c = _COEFFICIENTS
     x = matrices.to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     is_tall = x.size(-2) > x.size(-1)

@@ -18,9 +18,7 @@ Groups = list[dict[str, Any]]
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Runs an optimizer on fp32 copies of some parameters in host memory, and directly on the others.
 
-    A step copies gradients to the host, updates the copies, and copies the new values back. If a parameter has a lower
-    precision than fp32, the copy keeps the digits that the parameter rounds away. State dicts are those of the
-    optimizer without offload, so a run can resume with or without it.
+    The copies keep digits that parameters round away. State dicts are those of the optimizer without offload.
     """
 
     def __init__(

@@ -9,21 +9,18 @@ from omnitrain.recipe.suggest import hint, nearest
 
 
 def matches(glob: str, name: str) -> bool:
-    """Return whether ``glob`` matches the dotted ``name``.
+    """Return whether ``glob`` matches the dotted ``name`` from its beginning or any dot on, to its end.
 
-    ``*`` matches characters other than a dot, ``**`` any characters. A glob may start at the beginning of a name or
-    after any of its dots, so that ``layers.*.mlp`` matches ``model.language_model.layers.0.mlp``; it must reach to the
-    end of the name.
+    ``*`` matches characters other than a dot, ``**`` any characters.
     """
     parts = ("[^.]*" if part == "*" else ".*" if part == "**" else re.escape(part) for part in re.split(r"(\*+)", glob))
     return re.fullmatch(rf"(?:.*\.)?{''.join(parts)}", name) is not None
 
 
 def matches_weight(glob: str, name: str) -> bool:
-    """Return whether ``glob`` matches the weight ``name`` of a layer's experts, or what is fused in it.
+    """Return whether ``glob`` matches the weight ``name`` of experts, or what is fused in it or in the model's files.
 
-    transformers has ``gate_proj`` and ``up_proj`` of all experts in ``experts.gate_up_proj``. So a glob of one of them
-    (``experts.gate_proj``, ``experts.*.gate_proj.weight``) matches it.
+    ``experts.gate_proj`` and ``experts.*.gate_proj.weight`` match ``experts.gate_up_proj``, as of transformers.
     """
     experts, _, last = name.rpartition(".")
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)

@@ -55,8 +55,7 @@ _FIELD_IN_MESSAGE = re.compile(r"Validation error for field '(\w+)':\s*(?:\w+Err
 def check_hf_config_keys(value: Any) -> Any:
     """Check the dict of a HF config, including sub-configs, before a model is built from it, and return it unchanged.
 
-    A ValidationError has every unknown ``model_type``, every key that the config class does not have (with the nearest
-    valid key) and every value that the class refuses, located at the key.
+    A ValidationError has every unknown ``model_type`` or key, and every value that the class refuses, at its key.
     """
     if isinstance(value, dict):
         raise_located("HF config", _problems(value, ()))

@@ -15,14 +15,14 @@ _UNNAMED = (
     ("image_processor_type", "SiglipImageProcessor"),
     ("image_processor_type", "Qwen2VLImageProcessor"),
     ("feature_extractor_type", "WhisperFeatureExtractor"),
+    ("feature_extractor_type", "Wav2Vec2FeatureExtractor"),
 )
 
 
 def check_hf_processor_keys(value: Any) -> Any:
     """Check the arguments of a HF image processor or feature extractor, including sizes, and return them unchanged.
 
-    A ValidationError has every unknown type, and every key that the class does not have (without a named type: that no
-    default class has), located at the key, with the nearest valid key.
+    A ValidationError has every unknown type, and every key that the class, or else any default class, does not have.
     """
     if isinstance(value, dict):
         raise_located("HF processor", _problems(value))

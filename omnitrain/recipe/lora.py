@@ -12,10 +12,7 @@ ALL_LINEAR: Final = "all-linear"  # as peft calls it
 
 
 class Lora(Strict):
-    """Low-rank adapters: the component is frozen, and ``alpha / rank * B A``, added to its matrices, trains.
-
-    Hu et al. 2021, arXiv:2106.09685. ``A`` starts with random values, ``B`` with zeros.
-    """
+    """Low-rank adapters (arXiv:2106.09685): the component is frozen; ``alpha / rank * B A`` trains, first ``B = 0``."""
 
     targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = ALL_LINEAR
     """Globs for linear layers (`q_proj`, `layers.*.self_attn.*`) and for matrices of fused experts

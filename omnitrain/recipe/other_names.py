@@ -15,13 +15,10 @@ from omnitrain.recipe.suggest import nearest
 
 
 class Here(NamedTuple):
-    """What a recipe has in the place of another trainer's key; without a key, it needs none.
-
-    The ``remark`` says what to know if the two do not mean the same; without a key, what to do.
-    """
+    """What a recipe has in the place of another trainer's key; without a key, it needs none."""
 
     key: str
-    remark: str = ""
+    remark: str = ""  # if the two do not mean the same, what to know; without a key, what to do
 
     @property
     def advice(self) -> str:

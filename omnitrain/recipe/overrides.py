@@ -9,10 +9,7 @@ from omnitrain.recipe.yaml_text import parse_yaml
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Set ``key.sub=value`` in ``tree``, in place and in order; values are YAML, numbers index lists.
-
-    Validation of the tree finds unknown keys. Returns one line per override that could not be applied.
-    """
+    """Set ``key.sub=value`` (YAML) in ``tree``, in order; return a line for each that cannot be applied."""
     problems = []
     for override in overrides:
         try:

@@ -145,14 +145,10 @@ class ComponentPlan(Strict):
         return math.prod((replicas, shards, *(getattr(self, axis) or 1 for axis in ("tp", "ulysses", "cp", "pp"))))
 
     def over(self, default: ComponentPlan, but: Collection[str] = ()) -> ComponentPlan:
-        """Return this plan with unset keys, those of groups one by one, taken from ``default``.
+        """Return this plan with unset keys, those of groups one by one, of ``default``; ``but``: not these.
 
         Keys that belong together (`mode`, `dp_replicate` and `dp_shard`; `freeze` and `lora`) are inherited together or
         not at all. What the component cannot offload is not inherited.
-
-        Args:
-            default: the default plan.
-            but: keys not to inherit, such as ``encode.window``.
         """
         own, inherited = _set_keys(self), _set_keys(default)
         apart = {name for names in _TOGETHER if own.keys() & set(names) for name in names}
@@ -294,16 +290,10 @@ class ParallelPlan(Strict):
         frozen: Collection[str] = (),
         degrees: Mapping[str, int] | None = None,
     ) -> list[str]:
-        """Compare the plan with the model and with the parallel state.
+        """Return one line per problem of the plan with the model and with the parallel state.
 
-        Args:
-            names: component -> names of its modules and parameters, relative to the component.
-            frozen: components that do not train, whatever the plan says.
-            degrees: axis of :data:`AXES` -> degree, for the degrees that are set in the parallel state.
-
-        Returns:
-            One line per problem: unknown components, frozen ones with an optimizer offload, degrees that differ from
-            the state's, globs that match nothing.
+        ``names``: component -> names of its modules and parameters, relative to it; ``frozen``: components that do not
+        train, whatever the plan says; ``degrees``: axis of :data:`AXES` -> degree, if the parallel state sets it.
         """
         every_name = [name for names_of_component in names.values() for name in names_of_component]
         return [

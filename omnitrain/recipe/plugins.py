@@ -11,10 +11,7 @@ from omnitrain.errors import UserError
 
 
 def import_plugin(name: str) -> str:
-    """Import ``package.module`` or ``folder/file.py``, unless it is imported, and return its name. Or a UserError.
-
-    The folder is added to the module search path, because new processes such as data workers must find the module.
-    """
+    """Import ``package.module`` or ``folder/file.py``, also for new processes; return its name, or a UserError."""
     try:
         _load_file(Path(name).resolve()) if name.endswith(".py") else importlib.import_module(name)
     except Exception as error:  # a user's module may fail in any way

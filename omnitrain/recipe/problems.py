@@ -37,10 +37,7 @@ class _Spot:
 
 
 def problem_lines(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """Return one line per problem of a tree of class ``root``, in pydantic's order.
-
-    Omits a missing key if its misspelling is already a problem, and merges the branches of a union into one line.
-    """
+    """Return a line per problem of a tree of class ``root``; branches of a union, and a misspelt key, count once."""
     details = error.errors(include_url=False)
     spots = [_locate(detail["loc"], root) for detail in details]
     meant = {

@@ -19,10 +19,7 @@ def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Write a resolved recipe as YAML, with every field including defaults. The file loads to an equal recipe.
-
-    Creates missing folders, and replaces the file atomically.
-    """
+    """Write a resolved recipe as YAML with all fields, atomically; the file loads to an equal recipe."""
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}.tmp")

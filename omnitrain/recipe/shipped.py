@@ -29,11 +29,7 @@ def summary(path: Path) -> str:
 
 
 def find_recipe(path: str | Path) -> Path:
-    """Return the file of a recipe, which ``path`` names as a file or by the name of a shipped recipe.
-
-    Raises:
-        RecipeError: no such recipe; the message has the places that were searched, and the nearest shipped name.
-    """
+    """Return the file of a recipe, named by a file or as shipped; RecipeError: there is none; where it was searched."""
     if Path(path).is_file():
         return Path(path)
     shipped = list_recipes()
@@ -54,9 +50,7 @@ def find_recipe(path: str | Path) -> Path:
 def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> Path:
     """Copy a shipped recipe, or a file, to a file or into a folder, so that a user can edit it; return the new file.
 
-    Raises:
-        RecipeError: no such recipe or folder; or the file cannot be written, is the recipe itself, or exists without
-            ``force``.
+    Raises RecipeError: no such recipe or folder, or the file exists (without ``force``), or cannot be written.
     """
     source = find_recipe(name)
     target = Path(destination)

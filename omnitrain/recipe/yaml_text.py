@@ -31,11 +31,7 @@ _Dumper.add_implicit_resolver(_FLOAT_TAG, _FLOAT, list("-+0123456789"))
 
 
 def parse_yaml(text: str, origin: str) -> Any:
-    """Parse one YAML document to dicts, lists and scalars; anchors and aliases become separate objects.
-
-    Raises:
-        RecipeError: invalid syntax, duplicate keys or an anchor inside itself, each with ``origin``, line and column.
-    """
+    """Parse one YAML document to plain values; RecipeError: what is wrong, at ``origin``, line and column."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()

@@ -43,8 +43,7 @@ _CALL = {"id": "a1b2c3d4e", "type": "function", "function": {"name": _TOOL, "arg
 class ChatTemplate:
     """The chat template of a HF processor or tokenizer.
 
-    ``end``: the special token after an assistant's last content. None: the template writes none. ``keys``: strings and
-    names after a dot in its code; the keys of messages and parts that it reads are among them.
+    ``end``: the special token after an assistant's last content, if any. ``keys``: strings and names in its code.
     """
 
     def __init__(self, owner: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -90,8 +90,7 @@ def tools_of(column: Any) -> list[dict[str, Any]]:
 def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tool calls of a message: ``{"type": "function", "function": {"name": ..., "arguments": {...}}, ...}``.
 
-    A single call, or the JSON text of calls, is read, too. Arguments as JSON text, the format of OpenAI, become the
-    object that HF templates expect. Raises ValueError: an entry is not a call, or its arguments are not an object.
+    A single call, and JSON text of calls or arguments, is read, too. Raises ValueError: an entry is no such call.
     """
     if message.get("function_call"):
         raise ValueError("function_call: OpenAI replaced it by `tool_calls`; use that")

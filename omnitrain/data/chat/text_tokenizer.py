@@ -31,11 +31,10 @@ def load_tokenizer(path: str | Path, key: str) -> PreTrainedTokenizerBase:
 
 
 def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str) -> None:
-    """Raise for a tokenizer without a vocabulary, which transformers builds if the tokenizer's files are missing.
+    """Raise UserError for a tokenizer without a vocabulary, which transformers builds if its files are missing.
 
-    A text in many scripts must give at least one token that is neither the unknown token nor an added one. If the
-    vocabulary has none of these scripts, the text of its first tokens must. Errors name ``key`` of the recipe. Raises
-    UserError: the tokenizer gives no token, or only unknown tokens, for any text.
+    A text in many scripts, or else of its first tokens, must give a token that is not unknown or added. ``key``: of the
+    recipe.
     """
     useless = {tokenizer.unk_token_id, *tokenizer.added_tokens_decoder}
     vocabulary = tokenizer.decode([one for one in range(min(len(tokenizer), 1000)) if one not in useless])
@@ -51,11 +50,9 @@ def require_whole(tokenizer: PreTrainedTokenizerBase, path: str | Path, key: str
 
 
 def require_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, path: str) -> None:
-    """Raise for a tokenizer with less than half as many tokens as the foundation at ``path`` has rows.
+    """Raise UserError for a tokenizer with less than half as many tokens as the foundation at ``path`` has rows.
 
-    Such a tokenizer belongs to another model or is incomplete. Padded embeddings have only some per cent more rows than
-    tokens (Phi-2: 51200 for 50295), and vocabularies with codes of other media still consist mostly of text. Raises
-    UserError: the tokenizer has too few tokens; the message gives both numbers.
+    Padded embeddings have some per cent more rows than tokens, and vocabularies with codes of media are mostly text.
     """
     if len(tokenizer) < _MIN_SHARE * rows:
         raise UserError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Si
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -30,6 +31,7 @@ from omnitrain.errors import DataError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
+from omnitrain.recipe.suggest import hint
 
 _PACKS_AHEAD = 4
 # Arguments of VeOmni's function of this name that have no effect here.
@@ -46,40 +48,23 @@ Packs = tuple[Pack, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions:
-    """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``.
-
-    Attributes:
-        state: state to resume from: the result of :meth:`StepLoader.state`, merged if there are several ranks.
-        alone: make packs of one sample, for a model that cannot keep several samples apart (``not
-            model.runner.contract.packs``).
-        without_tails: skip tokens after the last one that a loss reads. Only for a model whose losses do not change
-            (``model.runner.contract.without_tails``).
-        ranks: number of ranks that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`. With more ranks
-            than slots, several ranks divide the samples of a pack by tokens. If ``ranks`` does not divide ``slots``,
-            some ranks have a pack less than others.
-        idle: a sample with nothing to predict, for a rank that gets no sample of a pack. Required with more ranks than
-            slots.
-        then: makes a step from the rank's packs, in the process that packs; it and its results must be picklable. By
-            default a step is the tuple of packs. If it is a context manager, it is entered before the first row is read
-            and exited at the end, also after an error.
-        peers: all ranks of the run, which then all call this; one of them measures what ``weights_by: tokens`` needs.
-        media_names: the model's ``media_of_data``. Required with ``data.pack_elements``.
-        swap: sends a parcel to the data process of each of ``peers`` and returns those that they sent
-            (:meth:`DataProcessGroup.swap`). One of the ranks that hold the same samples then prepares them for all.
-            None: each rank prepares its own.
-    """
+    """How a rank makes its steps. Their samples follow from the recipe, ``seed`` and ``slots``, not from ``ranks``."""
 
     seed: int = 0  # seed of the data order
-    state: LoaderState | None = None
-    alone: bool = False
-    without_tails: bool = False
+    state: LoaderState | None = None  # to resume from: of :meth:`StepLoader.state`, merged if there are several ranks
+    alone: bool = False  # packs of one sample, for a model that keeps no samples apart (`runner.contract.packs`)
+    without_tails: bool = False  # skip tokens after the last one that a loss reads (`runner.contract.without_tails`)
     slots: int = 1  # packs of a step over all ranks, the recipe's ``train.packs_per_step``
     rank: int | None = 0  # rank among the ranks that draw data; None: it draws none, and its steps have no packs
-    ranks: int = 1
-    idle: Sample | None = None
+    ranks: int = 1  # that draw data; see :func:`~omnitrain.data.loading.slots.share_of_rank`
+    idle: Sample | None = None  # with nothing to predict, for a rank without samples; needed with more ranks than slots
+    # Makes a step from the rank's packs (None: their tuple), in the process that packs; picklable, as are its results.
+    # A context manager is entered before the first row is read, and exited at the end, also after an error.
     then: Callable[[Packs], Any] | None = None
-    peers: Peers = SINGLE_PROCESS
-    media_names: Mapping[str, Sequence[str]] | None = None
+    peers: Peers = SINGLE_PROCESS  # all ranks of the run, which then all call this
+    media_names: Mapping[str, Sequence[str]] | None = None  # `media_of_data` of the model, for `data.pack_elements`
+    # Sends a parcel to each of `peers` and returns theirs (:meth:`DataProcessGroup.swap`): one of the ranks that hold
+    # the same samples prepares them for all. None: each rank prepares its own.
     swap: Swap | None = None
 
 
@@ -178,6 +163,7 @@ class StepLoader:
             options.without_tails,
             data.overlong_of_sources(),
             dropped=partial(dropped_kinds, data.condition_dropout, options.seed),
+            seed=options.seed,
         )
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
@@ -367,8 +353,15 @@ def build_dataloader(
             f"{', '.join(foreign)}: arguments of another library; remove them, and pass pack_tokens=, the most tokens "
             "of a pack, or micro_batch_size=, its rows"
         )
-    if not isinstance(data, Data):
-        return DatasetLoader(data, processor, **options)
+    if isinstance(data, Data):
+        processor = _required(processor, options)
+        return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))
+    _require_known(options, DatasetLoader)
+    return DatasetLoader(data, processor, **options)
+
+
+def _required(processor: OmniProcessor | None, options: Mapping[str, Any]) -> OmniProcessor:
+    """Return the processor, which the ``data`` of a recipe needs, or raise UserError, also for other options."""
     if processor is None:
         raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
     if given := sorted({"micro_batch_size", "pack_tokens", "global_batch_size", "collate_fn"} & options.keys()):
@@ -376,4 +369,11 @@ def build_dataloader(
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
             "fixed number of rows pass one data set, as ot.data.open_sources(recipe.data.train)[0]"
         )
-    return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))
+    _require_known(options, LoaderOptions)
+    return processor
+
+
+def _require_known(options: Mapping[str, Any], loader: Callable[..., Any]) -> None:
+    known = signature(loader).parameters.keys() - {"dataset", "processor"}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(f"{unknown[0]}: build_dataloader has no such argument for this data; {hint(unknown[0], known)}")

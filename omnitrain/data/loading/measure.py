@@ -114,10 +114,9 @@ def pack_measures(
     alone: bool,
     slots: int | None = 1,
 ) -> Packing:
-    """Fill packs with measured rows, in the order in which the first slot of a run draws them.
+    """Fill packs with measured rows of each data set, in the order in which the first slot of a run draws them.
 
-    ``measured`` are rows of each data set, a sample among them. ``packs``: how many; ``alone``: of one sample each;
-    ``slots``: packs of a step; None: the rows are some of larger data sets, whose epochs end later.
+    ``alone``: packs of one sample; ``slots``: packs of a step; None: the rows are some of larger data sets.
     """
     endless = [source.model_copy(update={"epochs": None}) for source in data.train]
     data = data.model_copy(update={"train": endless})

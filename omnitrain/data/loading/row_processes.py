@@ -35,10 +35,7 @@ Prepared = Sample | Rejected | UserError
 
 
 class PreparedRows:
-    """Prepares data rows, in any process. ``on_read`` is called with each row that has been read, before its media are.
-
-    It returns a UserError instead of raising it, because it may have to travel to another process.
-    """
+    """Prepares data rows, in any process; a UserError is returned, since it may have to travel to another process."""
 
     def __init__(
         self,
@@ -50,18 +47,18 @@ class PreparedRows:
         overlong: Sequence[Overlong] | None = None,
         may_ask: bool = False,
         dropped: Callable[[int], frozenset[str]] | None = None,
+        seed: int = 0,
     ) -> None:
         """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
 
-        ``overlong`` is what to do with samples that exceed the budget, for each data set; None: reject them.
-        ``dropped`` returns what the condition of the sample of an index loses; None: nothing. Further arguments as of
-        :func:`~omnitrain.data.render.processor.sample_within`.
+        ``overlong``: of each data set; ``dropped``: what the condition of an index's sample loses; ``seed``: of the
+        run. Further arguments: see :func:`~omnitrain.data.render.processor.sample_within`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
         self.overlong = overlong or ["drop"] * len(sources)
         self._options = {"without_tail": without_tails, "may_ask": may_ask}
-        self._dropped = dropped
-        self.on_read: Callable[[Row], None] | None = None
+        self._dropped, self._seed = dropped, seed
+        self.on_read: Callable[[Row], None] | None = None  # called with each row that is read, before its media are
 
     def seconds(self, source: int) -> float | None:
         """Return the deadline of each row of a source, in seconds; None: it has none."""
@@ -81,10 +78,10 @@ class PreparedRows:
             prepared = self._prepared(source, row, self._dropped(index) if self._dropped else frozenset())
         except UserError as error:
             return error
-        if isinstance(prepared, Sample) and prepared.more:
-            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
-            prepared = dataclasses.replace(prepared, more=more)
-        return dataclasses.replace(prepared, index=index)
+        if isinstance(prepared, Rejected):
+            return dataclasses.replace(prepared, index=index)
+        more = tuple(dataclasses.replace(piece, index=index, seed=self._seed) for piece in prepared.more)
+        return dataclasses.replace(prepared, index=index, seed=self._seed, more=more)
 
     @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
     def _prepared(self) -> Any:
@@ -311,10 +308,7 @@ class SlotRows:
         is_ahead: bool = True,
         fatal: Mapping[int, Fatal] | None = None,
     ) -> None:
-        """Prepare ``rows`` for the ``draws`` of each slot, with a number of ``helpers``, perhaps ahead of their use.
-
-        ``fatal``: slot -> the rows that missed their deadline, or crashed a decoder, before.
-        """
+        """Prepare ``rows`` for the ``draws`` of each slot; ``fatal``: rows of each slot that ended a process before."""
         self._rows, self._draws, self._helpers, self._is_ahead = rows, dict(draws), helpers, is_ahead and helpers > 0
         self._fatal = {slot: dict((fatal or {}).get(slot, {})) for slot in draws}
         self._ready: dict[int, deque[tuple[Draw, Prepared]]] = {slot: deque() for slot in draws}

@@ -51,19 +51,15 @@ def share_of_rank(rank: int | None, ranks: int, slots: int) -> RankShare:
 
 @dataclass(frozen=True)
 class SlotState:
-    """The state of a slot, from which it resumes.
-
-    ``held_pieces``: index in ``held`` -> pieces of its row that were not packed yet. Only rows with several pieces.
-    ``fatal``: rows that missed their deadline or crashed a decoder, which the slot rejects whenever it draws them.
-    """
+    """The state of a slot, from which it resumes."""
 
     next_index: int  # global index of its first sample that was not drawn yet
     held: tuple[int, ...] = ()  # indices of samples that were drawn but not packed yet, oldest first
     rejected: Mapping[str, int] = field(default_factory=dict)  # source -> rows; not counted again in later epochs
-    held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    held_pieces: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # index in `held` -> unpacked pieces
     num_packs: int = 0  # made so far, which is the number of steps
     begun: tuple[int, ...] = ()  # index at which the slot began the second and each later stage
-    fatal: tuple[Rejected, ...] = ()
+    fatal: tuple[Rejected, ...] = ()  # missed their deadline or crashed a decoder: rejected whenever they are drawn
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:
@@ -73,24 +69,13 @@ class SlotState:
 
 @dataclass(frozen=True)
 class LoaderState:
-    """The state of a run's data. It does not depend on the number of ranks.
+    """The state of a run's data. It does not depend on the number of ranks."""
 
-    Attributes:
-        slots: slot -> its state. The state of one loader has the slots of its rank; :func:`merge_states` merges those
-            of all ranks. Empty: the beginning of a run.
-        rejected: rows skipped so far, each once. The state of one loader has rows that its rank met, after the rows of
-            the state from which it continues.
-        tokens_per_draw: mean tokens of a draw of each source, by which weights of tokens become shares of draws.
-            Empty: weights are shares of draws.
-        skipped: number of first samples of each source that a run that goes on need not read again, if the source can
-            only be iterated; 0 of others. Empty: there are no such sources.
-    """
-
-    slots: Mapping[int, SlotState] = field(default_factory=dict)
-    rejected: tuple[Rejected, ...] = ()
+    slots: Mapping[int, SlotState] = field(default_factory=dict)  # of merged ranks; empty: the beginning of a run
+    rejected: tuple[Rejected, ...] = ()  # rows skipped so far, each once; on one rank, those before and its own
     order_version: int = ORDER_VERSION
-    tokens_per_draw: tuple[float, ...] = ()
-    skipped: tuple[int, ...] = ()
+    tokens_per_draw: tuple[float, ...] = ()  # mean of each source, for weights of tokens; empty: weights of draws
+    skipped: tuple[int, ...] = ()  # first samples of each source, if it is a stream, that need not be read again
 
     @classmethod
     def from_saved(cls, saved: Mapping[str, Any]) -> Self:

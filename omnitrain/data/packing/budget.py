@@ -62,14 +62,11 @@ Held = TypeVar("Held", bound=Sample | Measure)
 
 
 def fill_pack(held: Sequence[Held], budget: PackBudget, *, alone: bool = False) -> list[Held]:
-    """Return the oldest sample and the largest others that still fit, so packs are dense and no sample waits forever.
+    """Return the oldest of the samples ``held``, so that none waits forever, and the largest others that still fit.
 
-    The largest sample is the longest one. If encoders have budgets, it is the sample that leaves the least room, by the
-    sum of the squares of the free shares of all budgets (norm-based greedy of Panigrahy et al., 2011): a pack that has
-    many images already takes texts.
-
-    ``held`` are samples in order of arrival, each within the budget; not empty. ``alone``: make packs of one sample.
-    Equal arguments give equal results on every machine.
+    The largest one leaves the least room, by the sum of the squares of the free shares of all budgets (norm-based
+    greedy of Panigrahy et al., 2011). ``alone``: make packs of one sample. Equal arguments give equal results on every
+    machine.
     """
     if alone or held[0].is_alone:
         return [held[0]]

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from omnitrain.data.packing.sample import MediaSpan, Sample
-from omnitrain.ops.device import to_device
+from omnitrain.data.packing.sample import SEEDS, Features, MediaSpan, Sample
+from omnitrain.ops.device import mixed_seed, to_device
 
 IGNORED = -100
 
@@ -85,31 +85,18 @@ class Pack:
 
     Indices of tokens (``text_rows``, positions of media) always stay on the host. Facts that follow from them, such as
     which tokens are on a rank, are then known without waiting for a device.
-
-    Attributes:
-        input_ids: ``[1, T]`` int64.
-        position_ids: ``[1, T]`` int64, or ``[axes, 1, T]``; they restart with every sample.
-        cu_seqlens: ``[samples + 1]`` int32, offsets of the samples.
-        text_rows: ``[n]`` int64, indices of tokens whose next token is a trained text token; on the host.
-        text_labels: ``[n]`` int64, those next tokens (labels are already shifted).
-        inputs: encoder name -> items to read.
-        targets: decoder name -> items to learn to write.
-        info: ids, sources and lengths of the samples.
-        token_inputs: further per-token arguments of the foundation's forward, ``[1, T]`` each.
-        forward_inputs: further arguments of the foundation's own forward, for a sample that it reads alone in its pack.
-            The ``position_ids`` of such a sample are not used.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-    text_rows: torch.Tensor
-    text_labels: torch.Tensor
-    inputs: dict[str, MediaBatch]
-    targets: dict[str, MediaBatch]
-    info: PackInfo
-    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    input_ids: torch.Tensor  # `[1, T]` int64
+    position_ids: torch.Tensor  # `[1, T]` int64, or `[axes, 1, T]`; they restart with every sample
+    cu_seqlens: torch.Tensor  # `[samples + 1]` int32, offsets of the samples
+    text_rows: torch.Tensor  # `[n]` int64, indices of tokens whose next token is a trained text token; on the host
+    text_labels: torch.Tensor  # `[n]` int64, those next tokens (labels are already shifted)
+    inputs: dict[str, MediaBatch]  # encoder name -> items to read
+    targets: dict[str, MediaBatch]  # decoder name -> items to learn to write
+    info: PackInfo  # ids, sources and lengths of the samples
+    token_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of the forward, [1, T] each
+    forward_inputs: dict[str, torch.Tensor] = field(default_factory=dict)  # of a sample that the forward reads alone
 
     @property
     def num_tokens(self) -> int:
@@ -167,7 +154,7 @@ class Pack:
         text_rows = [start + tokens for start, tokens in zip(offsets, predicting, strict=False)]
         text_labels = [sample.input_ids[tokens + 1] for tokens, sample in zip(predicting, ordered, strict=True)]
         media = [
-            _PackedSpan(i, sample.id, start + span.positions, span)
+            _PackedSpan(i, sample, start + span.positions, span)
             for i, (start, sample) in enumerate(zip(offsets, ordered, strict=False))
             for span in sample.spans
         ]
@@ -189,10 +176,20 @@ class Pack:
 
 
 class _PackedSpan(NamedTuple):
-    sample: int  # index in the pack
-    id: str  # of the sample
+    place: int  # of the sample in the pack
+    sample: Sample
     positions: np.ndarray
     span: MediaSpan
+
+    @property
+    def features(self) -> Features:
+        """Those of the item, with its seeds."""
+        features, sample = self.span.item.features, self.sample
+        if SEEDS not in features:
+            return features
+        seed = mixed_seed(sample.seed, sample.index, sample.piece, self.span.start)
+        seeds = np.uint64(seed) + np.arange(self.span.item.num_tokens, dtype=np.uint64)  # wraps around
+        return features | {SEEDS: seeds.view(np.int64)}
 
 
 def _check_alike(samples: Sequence[Sample]) -> None:
@@ -227,7 +224,7 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
     return MediaBatch(
         groups=tuple(map(_media_group, groups)),
         positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
-        samples=tuple(entry.sample for entry in ordered),
+        samples=tuple(entry.place for entry in ordered),
     )
 
 
@@ -238,13 +235,12 @@ def _stacking_key(entry: _PackedSpan) -> tuple[Any, ...]:
 
 
 def _media_group(spans: list[_PackedSpan]) -> MediaGroup:
-    items = [entry.span.item for entry in spans]
-    names = items[0].features
+    items = [entry.features for entry in spans]
     return MediaGroup(
-        features={name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in names},
-        num_rows={name: tuple(len(item.features[name]) for item in items) for name in names},
-        num_tokens=tuple(item.num_tokens for item in items),
-        samples=tuple(entry.id for entry in spans),
+        features={name: torch.from_numpy(np.concatenate([item[name] for item in items])) for name in items[0]},
+        num_rows={name: tuple(len(item[name]) for item in items) for name in items[0]},
+        num_tokens=tuple(entry.span.item.num_tokens for entry in spans),
+        samples=tuple(entry.sample.id for entry in spans),
     )
 
 

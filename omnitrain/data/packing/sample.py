@@ -12,6 +12,10 @@ import numpy as np
 
 Features = dict[str, np.ndarray]
 
+# Array of an item, ``[num_tokens]`` int64: a seed for each token, for components that draw. The adapter gives zeros; a
+# pack has a function of the run's seed, of the sample's position in the global data order, and of the token's in it.
+SEEDS = "seeds"
+
 # Prefix of the component names of native modalities: ``foundation.image``, ...
 NATIVE_PREFIX = "foundation."
 
@@ -34,23 +38,13 @@ class MediaItem:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """The tokens of an item in a sample. Truncation and packing never cut a span.
+    """The tokens of an item in a sample. Truncation and packing never cut a span."""
 
-    Attributes:
-        component: name of the encoder that reads the item, or of the decoder that learns to write it. For a native
-            modality of the foundation: ``foundation.image``, ``foundation.audio`` or ``foundation.video``.
-        start: index of the item's first token in the sample.
-        item: the prepared item.
-        is_target: whether a decoder predicts the span's tokens.
-        scattered: ``[num_tokens]`` int64, ascending indices of the item's tokens if other tokens lie between them
-            (times between a video's frames, sound between its pictures). None: one run from ``start``.
-    """
-
-    component: str
-    start: int
-    item: MediaItem
-    is_target: bool
-    scattered: np.ndarray | None = None
+    component: str  # name of the encoder or decoder, or `foundation.image`, ... for a modality that it reads by itself
+    start: int  # index of the item's first token in the sample
+    item: MediaItem  # the prepared item
+    is_target: bool  # whether a decoder predicts the span's tokens
+    scattered: np.ndarray | None = None  # [num_tokens] int64, if other tokens lie between the item's; None: one run
 
     @property
     def positions(self) -> np.ndarray:
@@ -65,40 +59,23 @@ class Sample:
     """Token ids, loss mask, positions and media of one example.
 
     Its length is the number of tokens that the model gets.
-
-    Attributes:
-        id: name of the data row in errors and reports.
-        source: name of the source by which metrics are split.
-        input_ids: ``[T]`` int64; arbitrary under media spans.
-        loss_mask: ``[T]`` bool; True for text tokens to predict.
-        position_ids: ``[T]`` int64, or ``[axes, T]`` for a foundation with several position axes (M-RoPE).
-        spans: media spans, in order of ``start``.
-        index: position in the global data order. Negative: the sample is a stand-in that is not in the data.
-        token_inputs: further per-token arguments of the foundation's forward, ``[T]`` each (``mm_token_type_ids``,
-            ``token_type_ids``).
-        forward_inputs: set for a sample that the foundation's own forward reads, alone in its pack: all outputs of the
-            HF processor except the ids, batch axis included. The model then computes its positions.
-        num_inputs: number of tokens, from the first, that the model gets. None: all. Later tokens are labels at most.
-        piece: number of the sample among the samples of its row: a text longer than a pack gives several.
-        num_pieces: number of samples of its row.
-        more: the other pieces of the row, if this is the first.
-        unconditional: of a prompt, the same prompt without its condition, for guidance. None: it was not asked for.
     """
 
-    id: str
-    source: str
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-    position_ids: np.ndarray
-    spans: tuple[MediaSpan, ...] = ()
-    index: int = 0
-    token_inputs: dict[str, np.ndarray] = field(default_factory=dict)
-    forward_inputs: Features = field(default_factory=dict)
-    num_inputs: int | None = None
-    piece: int = 0
-    num_pieces: int = 1
-    more: tuple[Sample, ...] = ()
-    unconditional: Sample | None = None
+    id: str  # name of the data row in errors and reports
+    source: str  # name of the source by which metrics are split
+    input_ids: np.ndarray  # `[T]` int64; arbitrary under media spans
+    loss_mask: np.ndarray  # `[T]` bool; True for text tokens to predict
+    position_ids: np.ndarray  # `[T]` int64, or `[axes, T]` for a foundation with several position axes (M-RoPE)
+    spans: tuple[MediaSpan, ...] = ()  # media spans, in order of `start`
+    index: int = 0  # position in the global data order. Negative: the sample is a stand-in that is not in the data
+    seed: int = 0  # of the run, for `SEEDS`
+    token_inputs: dict[str, np.ndarray] = field(default_factory=dict)  # per-token arguments of the forward, [T] each
+    forward_inputs: Features = field(default_factory=dict)  # of the foundation's own forward, which reads it alone
+    num_inputs: int | None = None  # of first tokens that the model gets; later ones are labels at most; None: all
+    piece: int = 0  # number of the sample among the samples of its row: a text longer than a pack gives several
+    num_pieces: int = 1  # number of samples of its row
+    more: tuple[Sample, ...] = ()  # the other pieces of the row, if this is the first
+    unconditional: Sample | None = None  # of a prompt, the same without its condition, for guidance
 
     @property
     def pieces(self) -> tuple[Sample, ...]:
@@ -132,11 +109,7 @@ class Sample:
         return len(self.input_ids) if self.num_inputs is None else self.num_inputs
 
     def without_tail(self) -> Sample:
-        """Return the sample without the tokens after the last one that a loss reads.
-
-        Media spans stay whole, and a sample with ``forward_inputs`` is returned as it is. For a causal model this
-        changes neither losses nor gradients.
-        """
+        """Return the sample without tokens after the last one that a loss reads or media have; causal losses stay."""
         if self.forward_inputs:
             return self
         media = [int(span.positions.max(initial=0)) + 1 for span in self.spans]
@@ -146,16 +119,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Measure:
-    """The size of a sample, by which packs are filled, too; further attributes as in :class:`Sample`.
-
-    ``tokens``: what they are -> tokens that the model gets: ``text``, ``image``, ``audio``, ``video``, and these with
-    `` predicted`` after them. They add up to ``length``.
-    """
+    """The size of a sample, by which packs are filled, too; further attributes as in :class:`Sample`."""
 
     source: str
     length: int  # tokens that the model gets
     num_predicted: int  # tokens that the loss has, text and media
-    tokens: Mapping[str, int]
+    tokens: Mapping[str, int]  # `text`, `image`, ..., and with `` predicted`` after it -> tokens; their sum is `length`
     items: Mapping[str, int]  # modality -> images, sounds or videos
     lowered: int = 0  # number of videos that a limit of frames reads at a lower rate
     elements: Mapping[str, int] = field(default_factory=dict)

@@ -44,10 +44,7 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
-        """Return those of the components that get a part that :meth:`handles` accepts: one decoder, or some encoders.
-
-        Raises UserError: the data set of the row names others, or does not say which of two decoders.
-        """
+        """Return the components of a part: one decoder or some encoders; UserError: the data set names others."""
         key, all_, named = "encoders", self.readers, row.encoders
         if part.is_target:
             key, all_, named = "decoders", self.writers, row.decoders

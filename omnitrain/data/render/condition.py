@@ -16,10 +16,7 @@ _STREAM = 1  # of random numbers: other users of seed and index draw others
 
 
 def without_condition(row: Row, messages: Sequence[Message], kinds: Collection[str]) -> tuple[Row, list[Message]]:
-    """Return a row and its messages, of which those that are not the assistant's have lost all parts of ``kinds``.
-
-    Media that are left keep their files. Tools are lost with ``text``. A message that has lost everything stays, empty.
-    """
+    """Return a row and its messages; all but the assistant's have lost parts of ``kinds``; ``text``: tools, too."""
     kept = [part for part in media_parts(list(messages)) if part.is_target or part.modality not in kinds]
     media = {
         modality: [file for part in kept if part.modality == modality for file in files[part.position :][:1]]

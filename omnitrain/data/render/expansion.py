@@ -35,15 +35,12 @@ _GROUP = {"image": "images_kwargs", "video": "videos_kwargs"}
 
 @dataclass(frozen=True)
 class Medium:
-    """A decoded image, sound or video, as a HF processor takes it.
-
-    ``sound``: ``[samples]`` float32, the sound of a video that is read with its sound; it begins with the first frame.
-    """
+    """A decoded image, sound or video, as a HF processor takes it."""
 
     modality: str
     value: Any  # an RGB ``PIL.Image``, a sound ``[samples]`` float32, or a video ``[frames, height, width, 3]`` uint8
     metadata: Mapping[str, Any] | None = None  # of transformers' VideoMetadata, if the times of a video are known
-    sound: np.ndarray | None = None
+    sound: np.ndarray | None = None  # [samples] float32, of a video that is read with it, from its first frame on
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of the image or video processor for this medium
     is_lowered: bool = False  # a limit of frames lowered the rate at which a video is read
 

@@ -11,27 +11,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class NativeInputs:
-    """How a foundation reads its native media.
-
-    Attributes:
-        token_types: ``(input_ids, loss_mask) -> values`` of these arguments, ``[T]`` each. None: use the processor's
-            values, which mark the modality of each token.
-        positions: ``(input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids``,
-            ``[T]`` or ``[axes, T]`` int64, as many axes for all samples. None: 0, 1, 2, ...
-        in_forward: modalities that only the foundation's own forward reads, from the processor's outputs.
-        forward_arguments: the arguments that the foundation's forward and its feature methods take, besides ids.
-        refused: modality that the foundation could read, but not here -> why.
-        media_arguments: modality -> the forward's arguments that hold its media.
-    """
+    """How a foundation reads its native media."""
 
     placeholders: Mapping[str, int]  # modality -> id of its placeholder token
     token_inputs: tuple[str, ...] = ()  # names of the foundation's per-token arguments that every sample must have
+    # (input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids, ``[T]`` or
+    # ``[axes, T]`` int64, as many axes for all samples; None: 0, 1, 2, ...
     positions: Callable[..., np.ndarray] | None = None
+    # (input_ids, loss_mask) -> values of `token_inputs`, ``[T]`` each; None: the processor's, which mark modalities
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
-    in_forward: frozenset[str] = frozenset()
-    forward_arguments: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)
-    media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    in_forward: frozenset[str] = frozenset()  # modalities that only the foundation's own forward reads
+    forward_arguments: frozenset[str] = frozenset()  # of the foundation's forward and feature methods, besides ids
+    refused: Mapping[str, str] = field(default_factory=dict)  # modality that it could read, but not here -> why
+    media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modality -> the forward's arguments
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""
@@ -39,10 +31,7 @@ class NativeInputs:
 
 
 def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:
-    """Return the names of arguments that a model would miss: they are ``taken``, or media, and are not ``passed``.
-
-    ``given`` are the arguments of one sample, from a HF processor. Masks that are true everywhere say nothing.
-    """
+    """Return names of a sample's arguments that are ``taken``, or media, and not ``passed``; full masks aside."""
     lost = {name: value for name, value in given.items() if value is not None and name not in passed}
     return sorted(name for name, value in lost.items() if _says_something(value, is_taken=name in taken))
 

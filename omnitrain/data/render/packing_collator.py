@@ -49,11 +49,9 @@ class OmniDataCollatorWithPacking:
         packing_features: Sequence[str] | None = None,
         concat_features: Sequence[str] | None = None,
     ) -> None:
-        """Say what a dict of features may have. Samples need none of these arguments.
+        """Say what a dict of features may have: per-token and media features, by default those that the model takes.
 
-        ``native``: ``model.native_inputs``; None: the dicts have no media. ``packing_features``: names of per-token
-        features. None: those above, and those that the model takes. ``concat_features``: names of media features. None:
-        those that the model takes. Raises UserError: the model does not take a feature, or ``input_ids`` is missing.
+        ``native``: ``model.native_inputs``; None: no media. Raises UserError: the model does not take a feature.
         """
         self._native = native or NativeInputs({})
         modalities = {name: m for m, names in self._native.media_arguments.items() for name in names}
@@ -68,11 +66,9 @@ class OmniDataCollatorWithPacking:
                     raise UserError(f"{argument}: the model does not take {name!r}; {self._instead(name, names)}")
 
     def __call__(self, rows: Sequence[Sample | Mapping[str, Any]], indices: Sequence[int] | None = None) -> Pack:
-        """Pack samples or dicts of features.
+        """Pack samples, or dicts with the positions ``indices`` in the global data order (None: those in ``rows``).
 
-        ``rows``: at least one. ``indices``: positions of dicts in the global data order. None: their positions in
-        ``rows``. Raises ValueError: dicts lack features, have unknown ones, or features that do not fit each other; the
-        message names the row. Or the rows cannot share a pack (:meth:`Pack.from_samples`).
+        Raises ValueError: features that lack, are unknown or do not fit, with the row's name; or rows that no pack has.
         """
         numbers = range(len(rows)) if indices is None else indices
         together = zip(rows, numbers, strict=True)

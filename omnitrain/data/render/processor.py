@@ -49,10 +49,7 @@ class OmniProcessor:
     def __init__(
         self, renderer: Renderer, readers: Mapping[str, ComponentAdapter], writers: Mapping[str, ComponentAdapter]
     ) -> None:
-        """Take adapters by component name.
-
-        Raises UserError: two decoders have the same start token, or it is not one token of the vocabulary.
-        """
+        """Take adapters by component name; UserError: two decoders have one start token, or it is not one token."""
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
         self.readers, self.writers = self._media.readers, self._media.writers
@@ -121,10 +118,7 @@ class OmniProcessor:
         return self.renderer.frame_choice(file).choose()
 
     def prompt(self, row: Row, index: int = 0, *, is_guided: bool = False) -> Sample | Rejected:
-        """Return the sample that generation starts from: everything before the last assistant message's content.
-
-        ``is_guided``: it has :attr:`Sample.unconditional`, which is prepared as samples that lost their condition were.
-        """
+        """Return what generation starts from; ``is_guided``: with :attr:`Sample.unconditional`."""
         if row.document is not None:
             return Rejected(row.id, row.source, "a document asks nothing", index)
         prompt = self._try(row, row.question, index, for_generation=True)
@@ -297,9 +291,8 @@ def sample_within(
 ) -> Sample | Rejected:
     """Return the sample of a row, the first of several, or why it is rejected; further arguments as of ``processor``.
 
-    A conversation that exceeds the budget (None: no limit) with ``split`` is cut between turns into as few samples as
-    possible, from its begin on. Each has the system message and the media of its own turns. A piece of which nothing is
-    trained is left out. Raises UserError: the model cannot use such rows at all.
+    With ``split``, a conversation beyond the budget is cut between turns into the fewest trained samples, each with the
+    system message. Raises UserError: the model cannot use such rows at all.
     """
     prepare = partial(_sample, processor, budget=budget, without_tail=without_tail, dropped=dropped)
     sample = prepare(row, may_ask=may_ask)

@@ -24,23 +24,14 @@ from omnitrain.recipe import ChatFormat
 
 
 class Renderer(ABC):
-    """A chat format: the recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`).
+    """A chat format: the recipe's own (:class:`ChatRenderer`), or a HF template (:class:`TemplateRenderer`)."""
 
-    Attributes:
-        tokenizer: the text tokenizer.
-        chat: the format, or the start tokens of attached media.
-        end_token: id of the token that ends an assistant's message.
-        native_modalities: modalities that the foundation reads natively.
-        refused_modalities: modality that the foundation could read, but not here -> why.
-        reads: further keys of messages and parts that may change the text.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    chat: ChatFormat
-    end_token: int
-    native_modalities: frozenset[str] = frozenset()
-    refused_modalities: Mapping[str, str]
-    reads: frozenset[str] = frozenset()
+    tokenizer: PreTrainedTokenizerBase  # the text tokenizer
+    chat: ChatFormat  # the format, or the start tokens of attached media
+    end_token: int  # id of the token that ends an assistant's message
+    native_modalities: frozenset[str] = frozenset()  # modalities that the foundation reads natively
+    refused_modalities: Mapping[str, str]  # modality that the foundation could read, but not here -> why
+    reads: frozenset[str] = frozenset()  # further keys of messages and parts that may change the text
 
     def start_token(self, key: str) -> int:
         """Return the id of the token before media of a modality or a decoder; UserError: it is not one token."""

@@ -17,12 +17,11 @@ _WHITES = (255, 1023, 4095, 16383, 65535)  # of 8, 10, 12, 14 and 16 bits
 
 
 def as_rgb(picture: Image.Image) -> Image.Image:
-    """Return an upright RGB image. ``picture`` is one image of its own, and may be changed.
+    """Return an upright RGB image, white where it is transparent. ``picture`` may be changed.
 
-    What is transparent shows white. Pixels that are no bytes (16 or 32 bits, floats) are scaled: 0 is black, and white
-    is 65535 in PNG; in other formats 1 for floats up to 1, else the largest value of the fewest bits that hold all
-    pixels (8, 10, 12, 14 or 16), or the brightest pixel above that. Raises ValueError: such pixels are negative or not
-    finite.
+    Pixels that are no bytes are scaled: 0 is black; white is 65535 in PNG; in other formats 1 for floats up to 1, else
+    the largest value of the fewest bits that hold all pixels (8, 10, 12, 14 or 16), or the brightest pixel above that.
+    Raises ValueError: such pixels are negative or not finite.
     """
     ImageOps.exif_transpose(picture, in_place=True)
     if picture.mode.startswith(("I", "F")):
@@ -218,10 +217,9 @@ def _upright(frame: Any) -> Image.Image:
 
 
 def film_sound(container: Any, start: float, stop: float) -> tuple[np.ndarray, int] | None:
-    """Decode the mono sound of a video with PyAV; its first sample is heard when the first frame of the part is shown.
+    """Decode the mono sound of a video with PyAV: ``[samples]`` float32 and their rate in Hz; None: it has no sound.
 
-    A sound that starts later, or has a gap, has silence there; what comes before the first frame is left out. Returns
-    ``[samples]`` float32, and their rate in Hz; None: the video has no sound.
+    Its first sample is heard with the first frame of the part; where the film has no sound, it is silent.
     """
     if not container.streams.audio:
         return None

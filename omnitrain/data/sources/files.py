@@ -107,10 +107,9 @@ def is_url(path: str) -> bool:
 
 
 def find_files(given: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Return the files of a path: a file, a folder (all files in it with a suffix), a glob, or a range ``{00..12}``.
+    """Return the files of a path or URL: a file, a folder (all files with a suffix), a glob, or a range ``{00..12}``.
 
-    They are sorted paths or URLs. A URL of http is one file, or a range of files. Raises DataError: the package that
-    reads such URLs is missing, or the storage cannot be read.
+    Raises DataError: the package that reads such URLs is missing, or the storage cannot be read.
     """
     if found := _RANGE.search(given):
         first, last = found.groups()

@@ -20,10 +20,7 @@ _FORMAT = 2  # raise it if an index gets other columns
 
 
 def index_of(file: str, kind: str, version: FileVersion, build: Callable[[], pa.Table]) -> pa.Table:
-    """Return the index of a file (a path or URL), memory-mapped.
-
-    ``build`` makes it if the cache has none of this version; it is called at most once, by one process of this machine.
-    """
+    """Return a file's index, memory-mapped; one process of this machine calls ``build`` if the cache has none."""
     name = file if is_url(file) else str(Path(file).resolve())
     digest = hashlib.sha256(f"{_FORMAT}\n{kind}\n{name}".encode()).hexdigest()[:24]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omnitrain" / "indexes"

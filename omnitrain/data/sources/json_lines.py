@@ -209,8 +209,7 @@ def _kind_of(value: Any) -> str:
 def row_spans(file: str, reader: FileReader) -> tuple[np.ndarray, np.ndarray]:
     """Return ``[rows]`` int64 first byte and end of each row of a file (a path or URL), memory-mapped.
 
-    Rows are the lines of the file, each with the blank lines before it; of a ``.json`` file, the entries of its list.
-    Raises DataError: a ``.json`` file is not a list of objects.
+    Blank lines belong to the row after them. Raises DataError: a ``.json`` file is not a list of objects.
     """
     kind, build = ("json", _spans_of_entries) if file.endswith(".json") else ("lines", _borders_of_lines)
     index = index_of(file, kind, reader.version(file), lambda: pa.table(build(file, reader)))

@@ -168,11 +168,10 @@ def decode_audio(file: MediaFile) -> Waveform:
 
 
 def decode_clip(file: MediaFile, max_frames: int | Choose) -> Clip:
-    """Decode at most ``max_frames`` RGB frames, evenly spaced in time from the first to the last, or chosen ones.
+    """Decode at most ``max_frames`` RGB frames, evenly spaced in time over the file's part, or chosen ones.
 
-    Of a part of a file, these are its frames from ``start`` to ``stop``. Pillow reads animated WebP, AVIF, PNG and GIF;
-    other formats need PyAV (``pip install omnitrain[video]``). Raises ValueError: ``file`` is not a video, is damaged
-    or cut, or needs PyAV, which is missing.
+    Pillow reads animated images, PyAV (``pip install omnitrain[video]``) the others. Raises ValueError: ``file`` is no
+    video, is damaged or cut, or needs PyAV, which is missing.
     """
     choose = evenly(max_frames) if isinstance(max_frames, int) else max_frames
     animation = _animation(file)

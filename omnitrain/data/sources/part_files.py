@@ -52,11 +52,10 @@ def is_file(value: Any) -> bool:
 
 
 def take_files(messages: Sequence[Any], media: Mapping[str, Sequence[Any]]) -> tuple[list[Any], dict[str, list[Any]]]:
-    """Return messages whose media parts have no files, and the files of the row in the order of its parts.
+    """Return messages whose media parts have no files, and the row's files in the order of its parts.
 
-    A part without a file shows the next file of the row's columns (modality -> files), as if the others were not there.
-    What is not ``[{"role": ..., "content": str | [part, ...]}, ...]`` stays as it is. Raises ValueError: a part has no
-    file that can be read; the text names the part.
+    A part without a file shows the next one of the row's columns (modality -> files). Messages of another form stay as
+    they are. Raises ValueError: a part has no file that can be read; the text names the part.
     """
     shown: dict[str, list[_GivenFile]] = {modality: [] for modality in media}
     plain = [_without_files(message, f"message {n}", shown) for n, message in enumerate(messages, 1)]

@@ -37,36 +37,20 @@ _OTHER_ROWS = ", or `columns.prompt` and `columns.response`, or `columns.text` f
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data set.
+    """One row of a data set."""
 
-    Attributes:
-        id: unique name of the row.
-        source: name of the source by which metrics are split.
-        messages: ``[{"role": ..., "content": str | [{"type": ..., "text": ...}, ...], ...}, ...]``, perhaps with
-            ``tool_calls``, ``reasoning_content``, ``weight`` (0: not trained) and keys that a chat template reads.
-        media: modality -> encoded files (bytes or a path), in the order of the parts that show them.
-        extra: all other columns, for scorers.
-        tools: tools that the assistant may call, as in the column; None: none.
-        document: a text to train on in place of messages.
-        problem: why the row cannot be read; empty if it can.
-        reader: reads the files of its media.
-        reading: how its images and videos are read, as far as the data set says it.
-        encoders: names of those that read its media. None: all encoders of their modality.
-        decoders: names of those that write the media of its answers. None: the only ones of their modality.
-    """
-
-    id: str
-    source: str
-    messages: list[dict[str, Any]]
-    media: dict[str, list[Any]]
-    extra: dict[str, Any]
-    tools: Any = None
-    document: Document | None = None
-    problem: str = ""
-    reader: FileReader = field(default_factory=FileReader)
-    reading: Reading = UNSAID
-    encoders: Sequence[str] | None = None
-    decoders: Sequence[str] | None = None
+    id: str  # unique name of the row
+    source: str  # name of the source by which metrics are split
+    messages: list[dict[str, Any]]  # with `role`, `content` (a text, or parts with `type`), perhaps `tool_calls`
+    media: dict[str, list[Any]]  # modality -> encoded files (bytes or a path), in the order of the parts that show them
+    extra: dict[str, Any]  # all other columns, for scorers
+    tools: Any = None  # tools that the assistant may call, as in the column; None: none
+    document: Document | None = None  # a text to train on in place of messages
+    problem: str = ""  # why the row cannot be read; empty if it can
+    reader: FileReader = field(default_factory=FileReader)  # reads the files of its media
+    reading: Reading = UNSAID  # how its images and videos are read, as far as the data set says it
+    encoders: Sequence[str] | None = None  # those that read its media; None: all of their modality
+    decoders: Sequence[str] | None = None  # those that write the media of its answers; None: the only ones
 
     @property
     def question(self) -> list[dict[str, Any]]:
@@ -95,11 +79,9 @@ class Row:
 
     @contextmanager
     def open_media(self, modality: str, position: int) -> Iterator[MediaFile]:
-        """Open the encoded file of the ``position``-th part of ``modality``.
+        """Open the encoded file of the ``position``-th part of ``modality``, as far as it is needed.
 
-        A ``ValueError`` of the block names the file; a ``UserError`` stays as it is. A file of this machine is read as
-        far as it is needed. Raises ValueError: the row has fewer media than parts, the file cannot be read, or the part
-        of it is wrong.
+        A ``ValueError`` of the block names the file. Raises ValueError: there is no such file, or no such part of it.
         """
         values, place = self.media.get(modality, []), f"{modality} {position + 1}"
         if position >= len(values):
@@ -144,15 +126,11 @@ def _path_of(file: Any) -> str | None:
 class RowSource(Sequence[Row]):
     """A data set with checked columns. Media stay encoded until a row is used.
 
-    ``is_stream``: whether its rows should be asked for in their order. ``schema``: how its records become messages.
-    ``takes_markers``: whether the recipe says which modalities texts mark.
+    ``is_stream``: its rows are asked for in order. ``takes_markers``: the recipe says which modalities texts mark.
     """
 
     def __init__(self, source: DataSource, name: str | None = None) -> None:
-        """Open the data set of the recipe's node. ``name``: in metrics, and in the ids of rows that have none.
-
-        Raises DataError: the data set does not exist, cannot be read, holds no rows, or lacks a column.
-        """
+        """Open a data set; ``name``: in metrics and ids. DataError: it cannot be read, is empty, or lacks a column."""
         files, self._folder = files_of(source)
         self._reader, self.sample_seconds = FileReader(source.read_seconds), source.sample_seconds
         self.encoders, self.decoders = source.encoders, source.decoders

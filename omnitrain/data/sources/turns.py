@@ -39,11 +39,9 @@ def how_to_show(modality: str) -> str:
 def as_messages(
     turns: Iterable[Any], *, marked: Collection[str] = (), roles: Mapping[str, str] = NO_ROLES
 ) -> list[Any]:
-    """Read turns as messages; see :func:`canonical`.
+    """Read turns as messages, and a tool's call as a part of the answer before it; errors as of :func:`canonical`.
 
-    A turn that is a call of a tool belongs to the message of the assistant before it, if there is one. ``marked`` are
-    modalities whose markers in texts stand for media. Raises ValueError: see :func:`canonical`; UserError: a role that
-    is neither known nor in ``roles``.
+    ``marked``: modalities whose markers in texts stand for media. Raises UserError: no such role is in ``roles``.
     """
     messages: list[Any] = []
     for turn in turns:
@@ -58,10 +56,9 @@ def as_messages(
 
 
 def canonical(message: Any) -> Any:
-    """Return a message in which each of :data:`FIELDS` has one name and is not null. Other keys stay as they are.
+    """Return a message in which each of :data:`FIELDS` has one name and is not null; other values stay as they are.
 
-    ``weight`` becomes 0 (not trained) or 1. Anything but a dict is returned unchanged. Raises ValueError: names of one
-    field have different values, or a value of a wrong type.
+    ``weight`` becomes 0 (not trained) or 1. Raises ValueError: different values of one field, or of a wrong type.
     """
     if not isinstance(message, dict):
         return message

@@ -67,10 +67,7 @@ def split_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> tupl
 
 
 def save_adapters(model: ComponentModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write ``adapters/NAME`` for each HF model with adapters: ``foundation``, or an encoder.
-
-    ``weights``: whole (unsharded) adapters, and embeddings with rows of added tokens, by their names in ``model``.
-    """
+    """Write ``adapters/NAME`` of each HF model; ``weights``: whole adapters and embeddings, by names in ``model``."""
     for file, entries in adapter_tensors(model).items():
         (folder / file).parent.mkdir(parents=True)
         tensors = {key: to_peft(weights[name]).contiguous() for key, (name, to_peft) in entries.items()}

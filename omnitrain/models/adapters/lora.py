@@ -168,9 +168,8 @@ def _candidates(model: ComponentModel, component: str) -> tuple[list[str], list[
 def add_lora(model: ComponentModel, adapters: Mapping[str, Adapters]) -> None:
     """Freeze components and add adapters to them; the outputs do not change before training (``B`` is zero).
 
-    ``A`` has peft's distribution, with a seed from the parameter's name: it is the same on all ranks and in all runs.
-    ``model`` is not parallelized yet. A component that already has the same adapters does not change. Raises UserError:
-    peft is missing, or a component already has other adapters.
+    ``A`` has peft's distribution, equal on all ranks and in all runs. ``model`` is not parallelized yet. Raises
+    UserError: peft is missing, or a component already has other adapters.
     """
     present = adapters_of(model)
     new = {name: each for name, each in adapters.items() if present.get(name) != each}

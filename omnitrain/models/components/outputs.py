@@ -51,8 +51,7 @@ def media_calls(
 ) -> Iterator[MediaGroup]:
     """Yield the items of each call for a batch: one call per group, or several.
 
-    ``apart``: a call has items of only one sample, or only one item. ``most_elements``: most input elements of a call;
-    a larger item has a call of its own. None: no limit.
+    ``apart``: items of one sample, or one item. ``most_elements``: of a call's input, except for larger items.
     """
     owners = iter(batch.samples)
     for group in batch.groups:

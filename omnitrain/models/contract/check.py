@@ -45,10 +45,7 @@ _MOST_SEGMENTED_CLASSES = 3
 
 
 def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contract:
-    """Return the contract of a foundation, from the cache or by checking a tiny model of its class.
-
-    ``key``: of the recipe, for the message. Raises UserError: names every check that refused it, and the measurement.
-    """
+    """Return a foundation's contract, cached or measured; UserError: names each check that refused it, and ``key``."""
 
     def accepted() -> Contract:
         contract = check_contract(type(model), model.config)
@@ -63,8 +60,8 @@ def contract_of(model: PreTrainedModel, key: str = "model.foundation") -> Contra
 def require_attention_backend(runner: FoundationRunner, backend: str, device: torch.device, dtype: torch.dtype) -> None:
     """Run two packed texts through a tiny model of the foundation with ``backend``, as training on ``device`` would.
 
-    ``runner``: on any device including ``meta``. Raises UserError: the backend, which is not ``auto``, cannot compute a
-    layer (the message names the layer, the reason and the backends that can), or the model keeps its own attention.
+    Raises UserError: the backend, which is not ``auto``, cannot compute a layer (the message names both, and the
+    backends that can), or the model keeps its own attention.
     """
     model, contract = runner.model, runner.contract
     if contract.attention != "omnitrain":
@@ -80,9 +77,8 @@ def require_attention_backend(runner: FoundationRunner, backend: str, device: to
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:
-    """Check ``model_class`` on a tiny ``config``: same hidden widths, few layers, narrow MLPs, peaked weights.
+    """Check ``model_class`` on a tiny ``config``, whose towers and MLPs keep their size if a check does not pass.
 
-    If a check does not pass, towers keep all layers; if a check would refuse the model, MLPs keep their width, too.
     Returns the contract with a finding per check. For a model that fails even unpacked, one finding has ``refused``.
     """
     configs = tiny_configs(config)

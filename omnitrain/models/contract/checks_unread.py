@@ -28,9 +28,8 @@ from omnitrain.recipe.globs import any_layer
 def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     """Return modules in which each token of the output reaches only the same token of the last hidden states.
 
-    We measure on a text: the gradient of one token of the last hidden states with respect to a module's output must be
-    exactly zero at all other tokens. Items of a module list are named by their index from the end. A model with experts
-    has no such modules.
+    Measured on a text: gradients of other tokens must be exactly zero. Items of a module list are named by their index
+    from the end. A model with experts has none.
     """
     if trial.has_experts:
         return ()

@@ -45,10 +45,7 @@ def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContra
 def check_stages(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, num_blocks: int
 ) -> StageContract:
-    """Check a tiny model of ``config``; if it cannot be cut everywhere, also one with all layers, if that is small.
-
-    A model whose tiny model can be cut everywhere can be cut everywhere, too. Otherwise each of its cuts is measured.
-    """
+    """Check a tiny model's cuts; if it cannot be cut everywhere, also those of a small one with all layers."""
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")
     small, _, whole = tiny_configs(config, least_layers=_LAYERS)

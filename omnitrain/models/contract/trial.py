@@ -220,10 +220,9 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
-    """Return name -> the largest difference relative to the largest expected value of that name.
+    """Return name -> the largest difference relative to its largest value, at least ``scale`` times that of all.
 
-    A name that only one side has is compared with zeros. A largest value below ``scale`` times the largest of all names
-    counts as that.
+    A name that only one side has is compared with zeros.
     """
     least = scale * max(map(largest, expected.values()), default=0.0)
     return {

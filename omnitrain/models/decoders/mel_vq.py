@@ -22,8 +22,8 @@ _MOMENTUM = 0.99  # of fast Griffin-Lim
 class MelVQ(PreTrainedModel):
     """Encode log-mel frames as codes and decode codes to a waveform.
 
-    ``codebook`` is ``[codebook_size, frames_per_code * num_mels]``. It gets no gradient: encode and decode run under
-    ``no_grad``. It is a parameter and not a buffer because HF takes a model's dtype from its parameters.
+    ``codebook``, ``[codebook_size, frames_per_code * num_mels]``, gets no gradient. It is no buffer, since HF takes a
+    model's dtype from its parameters.
     """
 
     config: MelVQConfig
@@ -42,10 +42,7 @@ class MelVQ(PreTrainedModel):
 
     @torch.no_grad()
     def encode(self, log_mel: torch.Tensor) -> torch.Tensor:
-        """Return the index ``[n]`` int64 of the nearest codebook vector of each group of frames.
-
-        ``log_mel``: ``[n * frames_per_code, num_mels]``, several clips end to end; another shape raises ValueError.
-        """
+        """Return ``[n]`` int64: nearest vectors of ``[n * frames_per_code, num_mels]``; ValueError: another shape."""
         num_frames, num_bands = log_mel.shape
         if num_bands != self.config.num_mels or num_frames % self.config.frames_per_code:
             expected = f"[n * {self.config.frames_per_code}, {self.config.num_mels}]"
@@ -91,10 +88,7 @@ def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
 
 
 def linear_magnitude(log_mel: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
-    """Convert log-mel ``[num_frames, num_mels]`` to magnitudes ``[n_fft // 2 + 1, num_frames]``.
-
-    The mel filters are inverted by their pseudo-inverse. Negative magnitudes, and bands at the floor, become silence.
-    """
+    """Convert log-mel ``[num_frames, num_mels]`` to magnitudes ``[n_fft // 2 + 1, num_frames]`` by a pseudo-inverse."""
     inverse = _inverse_filters(config.n_fft, config.num_mels, config.min_frequency, config.sampling_rate)
     mel = (log_mel.exp() - config.floor).clamp(min=0)
     return (mel @ inverse.to(mel.device)).clamp(min=0).t()

@@ -163,10 +163,7 @@ class Discovery:
 
 
 def discover(model: PreTrainedModel) -> Discovery:
-    """Run every feature method of a model on tiny inputs, and record the parameters it reads and the features it gives.
-
-    The model, which may be on the meta device, does not change. A process runs them once per class, config and modules.
-    """
+    """Find what a model's feature methods read and give by tiny inputs, once per class, config and modules."""
     modules = ((name, type(module)) for name, module in model.named_modules())
     parameters = ((name, p.shape, p.dtype, p.device) for name, p in model.named_parameters())
     tree = repr([model.config.to_json_string(use_diff=False), *modules, *parameters])

@@ -53,10 +53,7 @@ class ModalityInterface:
         return self.layout.names[1:]
 
     def encode(self, model: PreTrainedModel, features: Mapping[str, Any]) -> MediaFeatures:
-        """Compute the features of some items by the model's own method; one item if its output has no pieces per item.
-
-        ``features``: the forward's media arguments (as the HF processor returns them); a missing one raises UserError.
-        """
+        """Compute features of items by the model's method on the forward's arguments; UserError: one is missing."""
         arguments = dict(self.constants)
         for parameter, (name, inverted) in self.bindings.items():
             if features.get(name) is not None:
@@ -84,10 +81,7 @@ class ModalityInterface:
 def override(
     model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface], rows: Mapping[str, MediaFeatures]
 ) -> Iterator[dict[str, Any]]:
-    """Let the model's feature methods return ``rows`` instead of running its towers, or raise UserError.
-
-    Yields further arguments for the model's forward. ``rows``: modality -> features, as many as placeholders.
-    """
+    """Let the model's feature methods return ``rows`` (modality -> features); yields arguments of the forward."""
     unknown = [modality for modality in rows if modality not in interfaces]
     if unknown:
         raise UserError(

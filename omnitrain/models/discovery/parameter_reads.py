@@ -20,11 +20,9 @@ _SMALL = 2**16
 
 
 class ParameterReads(TorchFunctionMode):
-    """Context that records the ``names`` of all parameters that enter a computation.
+    """Context that records the ``names`` of all parameters that enter a computation of tensors.
 
-    Only calls that return tensors count, so reading a parameter's dtype or device does not. During a call, parameters
-    and buffers on the meta device are replaced by small random values, so that code which depends on values runs on a
-    model without weights. Large tensors are views of shared values and take no memory.
+    Parameters and buffers on the meta device are replaced by small random values that take no memory meanwhile.
     """
 
     def __init__(self, model: nn.Module) -> None:

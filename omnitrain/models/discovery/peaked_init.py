@@ -10,10 +10,9 @@ from torch import nn
 
 @torch.no_grad()
 def init_peaked_(model: nn.Module) -> None:
-    """Draw all weights again, in place, so that attention is peaked and norms and biases matter.
+    """Draw all weights again, in place, by names and shapes: attention is peaked, norms and biases matter.
 
-    Matrices are drawn with a gain of 1.5 over their fan-in (embeddings with variance 1), vectors of ones around 1,
-    other vectors around 0. The result depends only on names and shapes.
+    Matrices have a gain of 1.5 over their fan-in (embeddings: variance 1), vectors are around 1 (if ones) or 0.
     """
     for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
         generator = torch.Generator().manual_seed(index)

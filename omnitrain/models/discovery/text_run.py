@@ -75,10 +75,9 @@ def called_with(model: PreTrainedModel, module: nn.Module, arguments: dict[str, 
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """Return the position from which a model counts if it gets no positions; 0 if no guess fits.
+    """Return the position from which a model counts if it gets no positions, such as after its padding id; else 0.
 
-    With positions from there, its first layer gets the same arguments as without. Some models start after the id of
-    their padding token, in a table or a formula. Raises what the model's code raises.
+    With positions from there, its first layer gets the same arguments as without. Raises what the model's code raises.
     """
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return 0

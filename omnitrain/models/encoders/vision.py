@@ -37,10 +37,7 @@ class VisionAdapter(ComponentAdapter):
         self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return pixels of an image or of a video's frames (:meth:`VisionEncoder.lm_encode`), and the number of tokens.
-
-        ValueError: the patches cannot be joined in blocks of the projector's factor.
-        """
+        """Return pixels of an image or frames, and their tokens; ValueError: the patches cannot be joined in blocks."""
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
         output = self.processor(images=frames, return_tensors="np")
@@ -70,11 +67,7 @@ def image_processor(settings: dict[str, Any]) -> Any:
 
 
 class VisionEncoder(ContainerModel, EncoderMixin):
-    """A vision tower, temporal positions for video frames, and a projector.
-
-    Towers may take images of a fixed size (SigLIP, CLIP, DINOv2, ViT) or a sequence of patches with ``grid_thw``
-    (Qwen-VL); the signature of the tower's forward shows which.
-    """
+    """A tower of fixed images (SigLIP, CLIP, ViT) or patches with ``grid_thw`` (Qwen-VL), frame times, a projector."""
 
     config_class = VisionEncoderConfig
     main_input_name = "pixel_values"

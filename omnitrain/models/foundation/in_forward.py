@@ -23,10 +23,7 @@ from omnitrain.recipe.globs import any_layer
 
 
 def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tuple[str, ...]:
-    """Return the outermost modules without any reached parameter, and unreached parameters of other modules.
-
-    Names have ``*`` for indices in module lists; a name that is reached in another layer of the list is omitted.
-    """
+    """Return the outermost modules without a reached parameter, and other such parameters; ``*``: of any layer."""
     around = {prefix for name in reached for prefix in _prefixes(any_layer(name))}
     outermost = (next((p for p in _prefixes(any_layer(name)) if p not in around), None) for name in unreached)
     return tuple(dict.fromkeys(name for name in outermost if name is not None))
@@ -34,10 +31,7 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 
 @lru_cache(maxsize=8)
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
-    """Return the parameters that only some samples reach: those in ``unreached``, and all others in their layers.
-
-    ``names``: of all parameters of a foundation; names of adapters start with the name of the adapted module.
-    """
+    """Return those of all ``names`` of a foundation that are in ``unreached``, and all others in their layers."""
     not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
     layers = {layer for name in not_reached if (layer := _layer_of(name))}
     return frozenset(name for name in names if name in not_reached or _layer_of(name) in layers)
@@ -56,10 +50,9 @@ def _layer_of(name: str) -> str:
 
 
 class ForwardReader:
-    """Checks and gradients for samples that the foundation's own forward reads.
+    """Checks and gradients for samples that only the foundation's own forward reads, of ``modalities``; often none.
 
-    ``modalities``: those that only this forward reads; often none. ``read``: names of :attr:`parameters` that samples
-    reached.
+    ``read``: names of :attr:`parameters` that samples reached.
     """
 
     def __init__(self, model: PreTrainedModel, modalities: Collection[str], unreached: tuple[str, ...]) -> None:

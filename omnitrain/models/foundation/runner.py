@@ -81,10 +81,7 @@ class FoundationRunner:
         return skip_unread_rows(self.model, self.contract.tokenwise)
 
     def encode(self, pack: Pack) -> dict[str, MediaFeatures]:
-        """Encode all media of a pack that the model reads by itself: modality -> features in the order of placeholders.
-
-        Modalities that share a placeholder are joined. Errors: see :meth:`encode_call`.
-        """
+        """Return modality -> features of a pack's media that the model reads by itself; see :meth:`encode_call`."""
         batches = {name: batch for name, batch in pack.inputs.items() if name.startswith(NATIVE_PREFIX)}
         features = {
             name: MediaFeatures.cat([self.encode_call(name, call) for call in self.calls(pack, name)])

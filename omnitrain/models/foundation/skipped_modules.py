@@ -26,9 +26,9 @@ _ATTRIBUTE = "_calls_skipped_modules"
 
 
 def call_skipped_modules(model: nn.Module, found: Sequence[SkippedModule]) -> list[SkippedCalls]:
-    """Let every forward of ``model`` call the modules that it skips on empty tensors, by hooks. Idempotent.
+    """Let every forward of ``model`` call the modules ``found``, which it skips, on empty tensors. Idempotent.
 
-    ``found``: in the order in which a forward that skips none calls them. Returns the calls of each parent.
+    They are in the order of a forward that skips none. Returns the calls of each parent.
     """
     modules = dict(model.named_modules())
     order = {skipped.module: (index, skipped) for index, skipped in enumerate(found)}
@@ -66,11 +66,7 @@ _running: ContextVar[Mapping[SkippedCalls, _Forward]] = ContextVar("skipped_modu
 
 
 class SkippedCalls:
-    """The calls of ``modules`` within a forward of their parent, in the same order on all ranks.
-
-    Before a module runs, the skipped modules that come before it are called. ``read``: those that were called, but not
-    on empty tensors.
-    """
+    """Calls of skipped ``modules`` in their parent's forward, in one order on all ranks; ``read``: those not empty."""
 
     def __init__(self, parent: nn.Module, children: Sequence[tuple[nn.Module, SkippedModule]]) -> None:
         self._children = children

@@ -78,11 +78,7 @@ class StageCall:
 
     @contextmanager
     def inside(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
-        """Let the next forward of ``model`` run only this stage of its ``blocks``.
-
-        Of a stage that is not the last, the forward returns the hidden states for the next stage, ``[1, t, hidden]``,
-        and ends inside ``model``, so that the hooks of ``model`` (FSDP's) see its end.
-        """
+        """Let the next forward of ``model`` run this stage of ``blocks`` alone; it ends inside ``model``."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._patched(model, blocks):

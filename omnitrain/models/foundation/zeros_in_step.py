@@ -43,11 +43,7 @@ class ZerosInStep:
 
 
 def with_zeros_for(output: Tensor, others: Iterable[Tensor]) -> Tensor:
-    """Return ``output``; its backward gives zeros to ``others``, too: parameters, or tensors of a graph.
-
-    It saves a tensor: unpacking the first saved tensor recomputes a block, and all ranks must recompute, and so gather
-    FSDP units, in the same order, whatever ``others`` are.
-    """
+    """Return ``output``; its backward gives zeros to ``others``, too. All ranks then recompute blocks in one order."""
     return _WithZeros.apply(output, *others)
 
 

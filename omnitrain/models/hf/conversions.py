@@ -37,9 +37,8 @@ def conversions_of(model: PreTrainedModel) -> list[WeightTransform]:
 def with_experts_apart(
     known: Sequence[WeightTransform], names: Iterable[str], model: nn.Module, quantizer: Any = None
 ) -> list[WeightTransform]:
-    """Return the conversions ``known``, with others for experts if a checkpoint has them apart and these do not.
+    """Return the conversions ``known``, and others if the tensors ``names`` have experts apart and the model has not.
 
-    ``names``: of the tensors of the checkpoint. If the model's own experts are apart, they need no conversion.
     ``quantizer``: transformers' quantizer, if the tensors are quantized.
     """
     sources = [source for each in known if isinstance(each, WeightConverter) for source in each.source_patterns]

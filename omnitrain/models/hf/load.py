@@ -49,10 +49,7 @@ def is_tied(config: PreTrainedConfig) -> bool:
 
 
 def untie_as_in_files(config: PreTrainedConfig, kind: type[PreTrainedModel], path: str) -> bool:
-    """Let ``config`` not tie the head if the files have a head of its own, and return whether they have.
-
-    Equal copies stay tied. Only safetensors files at ``path`` (folder or Hub id) that are on this machine are read.
-    """
+    """Let ``config`` not tie the head if local safetensors files have another head; return whether they have."""
     pairs = tied_weights(kind)
     if not is_tied(config) or not isinstance(pairs, Mapping) or len(pairs) != 1:
         return False
@@ -96,9 +93,7 @@ def _files(path: str) -> list[str]:
 def counted(model: PreTrainedModel, names: set[str]) -> dict[str, int]:
     """Count the tensors ``names``, which a model does not have, by the missing module that they belong to.
 
-    With 61 layers, ``mtp.fc.weight`` counts as ``mtp.*``, and ``model.layers.61.eh_proj.weight`` as
-    ``model.layers.61.*``. Names of buffers that the model computes do not count: checkpoints of older versions have
-    them.
+    ``mtp.fc.weight`` counts as ``mtp.*``; names of buffers that the model computes do not count.
     """
     modules = {name for name, _ in model.named_modules()}
     buffers = {name for module in model.modules() for name in unsaved_buffers_of(module)}
@@ -195,10 +190,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def foundation_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class with a forward over tokens and a language-model head that builds ``config``.
+    """Return the causal language model of ``config``: in its ``architectures``, an auto mapping, or its only one.
 
-    It is in the config's ``architectures``, or an auto mapping, or the only class of that config that generates. Raises
-    UserError: names the sub-configs that have such a class.
+    Raises UserError: names the sub-configs that have such a class.
     """
     classes = _language_models(config)
     if classes and not config.is_encoder_decoder:
@@ -225,10 +219,9 @@ def foundation_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def require_sub_configs(source: str | dict[str, Any]) -> None:
-    """Check that a foundation's config has all sub-configs: transformers fills a missing one with full-size defaults.
+    """Raise UserError for missing sub-configs of a foundation, which transformers fills with full-size defaults.
 
-    ``source``: a config as a dict, or its Hub id or folder. Files of older models write the keys of the language model
-    at the top level; that sub-config is then not missing. Raises UserError: names the missing sub-configs.
+    ``source``: a config as a dict, or its Hub id or folder. Older models have their text's keys at the top level.
     """
     if isinstance(source, dict):
         values, config, has_flat_text = source, as_config(source), False

@@ -79,11 +79,9 @@ class SourceCheckpoint:
         return self.dequantizer.dtype
 
     def matched(self, model: PreTrainedModel) -> MatchedWeights:
-        """Find the model's weights among the tensors.
+        """Find a whole model's weights among the tensors; names of a part of the model in the files have a prefix.
 
-        ``model``: whole, in memory or in files, and not sharded. It may be a part of the model in the files, whose
-        names then have a prefix. Raises UserError: the files lack weights of the model, or have them with other shapes,
-        or transformers cannot dequantize a tensor that the model does not have.
+        Raises UserError: the files lack weights, or have other shapes; or transformers cannot dequantize a tensor.
         """
         values = self._values(model)
         first = max(values, key=len)

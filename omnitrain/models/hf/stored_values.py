@@ -116,17 +116,13 @@ class InMemory(StoredValue):
 
 
 class View(StoredValue):
-    """A slice or a selection of another value, or the value with its dims in another order, or with new dims of size 1.
-
-    ``dims``: of each dim, the dim of ``value`` that it is, or None for a new dim. ``ranges``: dim of ``value`` -> its
-    first entry, and the number of entries; others are whole. A dim that is not in ``dims`` has one entry.
-    """
+    """A slice or selection of ``value``, or its dims in another order, or with new dims of size 1."""
 
     def __init__(
         self,
         value: StoredValue,
-        dims: Sequence[int | None],
-        ranges: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        dims: Sequence[int | None],  # the dim of `value` that each is; None: a new one
+        ranges: Mapping[int, tuple[int, int]] = MappingProxyType({}),  # dim of `value` -> first entry, and their number
     ) -> None:
         self.parts, self.dtype = (value,), value.dtype
         whole = {dim: (0, size) for dim, size in enumerate(value.shape)} | dict(ranges)
@@ -202,12 +198,7 @@ def cast(value: StoredValue, dtype: torch.dtype) -> StoredValue:
 
 
 class Computed(StoredValue):
-    """The result of an operation that needs whole tensors, of the shape and dtype of ``like``.
-
-    ``operation``: its name in torch, such as ``aten.mul.Tensor``, or the name of any function: ``module:function``.
-    ``arguments``: its arguments and keyword arguments, values in the place of tensors. ``index``: which of its results;
-    None: it has one.
-    """
+    """Result ``index`` (None: the only one) of an ``operation`` on whole tensors: of torch, or ``module:function``."""
 
     def __init__(self, operation: str, arguments: tuple[Any, ...], index: int | None, like: Tensor) -> None:
         self.operation, self.arguments, self.index = operation, arguments, index

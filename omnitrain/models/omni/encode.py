@@ -57,7 +57,7 @@ class EncodedPack:
         pack: the samples, long enough for all ranks that share them.
         work: this rank's work in the micro-batch.
         media: features for the foundation's input, for the tokens that are on this rank.
-        labels: decoder name -> ``[n]`` int64, of the whole pack.
+        labels: decoder name -> ``[n, ...]``, of the whole pack.
         idle: results of calls without data. They enter the loss with a factor of zero.
     """
 
@@ -160,12 +160,7 @@ def filled_up(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> P
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
-    """Return a sample of ordinary tokens without a loss, for a rank that has no sample.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        num_tokens: number of tokens.
-    """
+    """Return a sample of ordinary tokens without a loss, for a rank of an ``OmniModel`` that has no sample."""
     native, special = model.runner.native, special_ids(model.foundation.config)
     ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
     trained = np.zeros(num_tokens, dtype=bool)
@@ -210,16 +205,9 @@ def call_component(
 def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    The items of a projector are those of its tower, without pixels; those of a teacher are the samples with tokens that
-    the text's loss predicts.
-
-    Args:
-        pack: a micro-batch.
-        divided: see :class:`~omnitrain.models.components.model.ComponentModel`.
-        teachers: names of teachers.
-
-    Raises:
-        UserError: such a sample has media, which a teacher does not read.
+    Those of a projector are the items of its tower, without pixels; those of a teacher the samples with text to
+    predict. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
+    a teacher has media.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
     pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})

@@ -30,17 +30,11 @@ FOUNDATION = "foundation"
 
 @dataclass(frozen=True)
 class SequenceFlops:
-    """The FLOPs of a foundation.
+    """The FLOPs of a foundation."""
 
-    Attributes:
-        per_token: of all products in it.
-        per_prediction: of its head, for each predicted text token.
-        layers: attention -> number of layers that have it.
-    """
-
-    per_token: Passes
-    per_prediction: Passes
-    layers: Mapping[Attention, int]
+    per_token: Passes  # of all products in it
+    per_prediction: Passes  # of its head, for each predicted text token
+    layers: Mapping[Attention, int]  # attention -> number of layers that have it
 
     def of(self, lengths: Sequence[int], predicted: int) -> Passes:
         """Return the FLOPs over samples of these lengths with so many predicted text tokens."""
@@ -50,13 +44,9 @@ class SequenceFlops:
 
 @dataclass
 class PackFlops:
-    """FLOPs of packs and media calls.
+    """FLOPs of packs and media calls."""
 
-    Attributes:
-        components: component -> its FLOPs; the loss of a head belongs to the foundation, or to its decoder.
-    """
-
-    components: dict[str, Passes] = field(default_factory=dict)
+    components: dict[str, Passes] = field(default_factory=dict)  # with the losses of heads: `foundation`, decoders
 
     def add(self, name: str, passes: Passes) -> None:
         """Add FLOPs of a component."""
@@ -74,14 +64,7 @@ class PackFlops:
 
 
 class ModelFlops:
-    """Counts FLOPs of a model's packs.
-
-    Args:
-        model: complete, not sharded, on any device; it is copied without its weights and does not change.
-
-    Attributes:
-        model: the copy.
-    """
+    """Counts FLOPs of a model's packs, by a copy without weights of a complete model, not sharded, on any device."""
 
     def __init__(self, model: OmniModel) -> None:
         assert model.runner is not None  # checks and probes that run the model, which the copy takes over
@@ -102,10 +85,7 @@ class ModelFlops:
         self._sequences, self._items, self._heads = {}, {}, {}
 
     def of_samples(self, lengths: Sequence[int], predicted: int, *, reads_trained: bool = False) -> Passes:
-        """Return the FLOPs of the foundation over samples of these lengths with ``predicted`` text tokens to predict.
-
-        ``reads_trained``: they have media of encoders that train, so that a frozen foundation has a backward.
-        """
+        """Return the foundation's FLOPs over samples; ``reads_trained``: with media of encoders that train."""
         if reads_trained not in self._sequences:
             self._sequences[reads_trained] = self._sequence(reads_trained)
         return self._sequences[reads_trained].of(lengths, predicted)

@@ -10,11 +10,7 @@ from omnitrain.models.omni.named_parameters import parameters_named
 
 
 def freeze(model: OmniModel, names: Sequence[str]) -> None:
-    """Freeze parameters, and the batch statistics of their modules. LoRA adapters of frozen modules still train.
-
-    Raises:
-        UserError: a name matches no parameter (see :func:`~omnitrain.models.omni.named_parameters.parameters_named`).
-    """
+    """Freeze parameters, not LoRA adapters, and batch statistics of their modules; UserError: a name matches none."""
     trained = {model.get_parameter(name) for name in (*model.adapter_names, *token_matrices(model))}
     for name in names:
         for parameter in parameters_named(model, name, "model.freeze"):

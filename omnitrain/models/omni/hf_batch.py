@@ -26,11 +26,8 @@ def takes_any_argument(foundation: PreTrainedModel) -> bool:
 def forward_of_batch(model: Any, batch: Mapping[str, Any]) -> ModelOutput:
     """Return the output of the foundation's own forward: padding, positions, logits and loss are those of transformers.
 
-    ``model``: an ``OmniModel``. ``batch``: argument -> value, as a tokenizer, processor or collator of HF returns them;
-    None is ignored.
-
-    Raises:
-        UserError: the batch has no input, the model is parallelized, or the foundation does not take an argument.
+    ``batch``: arguments as HF returns them, without None. Raises UserError: the batch has no input, the model is
+    parallelized, or the foundation does not take an argument.
     """
     given = {name: value for name, value in batch.items() if value is not None}
     if not given.keys() & {"input_ids", "inputs_embeds"}:

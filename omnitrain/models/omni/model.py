@@ -28,6 +28,8 @@ from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatur
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
+from omnitrain.models.decoders.flow import FlowDecoder
+from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.discovery.text_run import text_blocks
@@ -51,6 +53,7 @@ from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -98,7 +101,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         for name, values in sorted({**encoders, **(config.decoders or {})}.items()):
             if hasattr(type(self), name) or name in vars(self):
                 raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
-            self.add_module(name, ready.get(name) or _fresh(values, model_class))
+            part = ready.get(name)
+            if part is None and values.get("of_foundation"):
+                part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+            self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
         for name in sorted({*self.encoder_names, *self.decoder_names}.difference(self.teachers)):
@@ -111,11 +117,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the foundation by its contract.
-
-        Raises:
-            UserError: the contract check refused the foundation; the message has the measurements.
-        """
+        """Runs the foundation by its contract; UserError: the check of it refused the foundation."""
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
         self.find_draws()
@@ -207,11 +209,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             set_default_modes(Path(save_directory).glob("*.safetensors"))
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> str:
-        """Upload config and weights to the Hub, with the arguments of transformers; return the address of the commit.
-
-        Raises:
-            UserError: there are LoRA adapters, which transformers would not upload.
-        """
+        """Upload config and weights to the Hub; return the commit's address. UserError: there are LoRA adapters."""
         self._require_no_adapters()
         return super().push_to_hub(*args, **kwargs)
 
@@ -239,21 +237,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @property
     def media_of_data(self) -> dict[str, tuple[str, ...]]:
-        """Encoder or decoder -> the names that its media have in a pack of a loader.
-
-        Unlike in :attr:`media_names`, an encoder whose tower and projector are components by themselves is whole, and
-        there are no teachers, which read no media.
-        """
+        """Encoder (a divided one is whole) or decoder -> the names that its media have in a pack of a loader."""
         whole = {tower: projector.removesuffix(".projector") for projector, tower in self.reads.items()}
         others = {*self.reads, *self.teachers}
         return {whole.get(name, name): media for name, media in self.media_names.items() if name not in others}
 
     def minimal_input(self, name: str) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the smallest features for one of :attr:`media_names`, on this model's device, and the tokens of each.
-
-        It is made once, because an adapter builds a HF processor, and perhaps its tower without weights. For a modality
-        that the foundation reads by itself, the numbers of tokens are empty.
-        """
+        """Return the smallest features for one of :attr:`media_names`, and the tokens of each item, if known."""
         if name not in self._minimal_inputs:
             if name.startswith(NATIVE_PREFIX):
                 interface = self.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
@@ -277,6 +267,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         readers = {n: encoder.adapter() for n, encoder in self.encoders.items() if n not in self.teachers}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
+    def give_back_decoders(self) -> None:
+        """Put the modules of decoders that are the foundation's own back into it, as transformers has them."""
+        for name in [name for name, decoder in self.decoders.items() if getattr(decoder.config, "of_foundation", None)]:
+            give_back(self.foundation, self.decoders[name])
+            delattr(self, name)
+            self.decoder_names.remove(name)
+
     def train(self, mode: bool = True) -> OmniModel:
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
@@ -288,12 +285,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     ) -> None:
         """Recompute the layers of all components in the backward, as ``gradient_checkpointing`` of HF ``Trainer`` asks.
 
-        Args:
-            activation_checkpointing_kwargs: arguments of ``torch.utils.checkpoint.checkpoint``.
-            options: ``every_n_layers`` and ``offload`` of transformers.
-
-        Raises:
-            UserError: ``use_reentrant`` is true, or the model is parallelized.
+        ``activation_checkpointing_kwargs``: of torch's ``checkpoint``; ``options``: ``every_n_layers`` and ``offload``
+        of transformers. Raises UserError: ``use_reentrant`` is true, or the model is parallelized.
         """
         given = {"use_reentrant": False, "context_fn": recompute_contexts} | (activation_checkpointing_kwargs or {})
         if given["use_reentrant"]:
@@ -367,10 +360,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def encode_media(
         self, pack: Pack, work: MicroBatchWork | None = None, stage: StageInput | None = None
     ) -> EncodedPack:
-        """First step of :meth:`forward`: take the features of ``work``, and encode the media of other components.
+        """First step of :meth:`forward`: encode media, or take the features of ``work``; sharded: only inside it.
 
-        A stage that is not the first takes those that arrived. FSDP gathers parameters only inside ``forward``, so the
-        three steps of a sharded model must run inside it.
+        A stage that is not the first takes the features that arrived.
         """
         work = work or MicroBatchWork()
         pack = filled_up(self, pack, work.sequence_slice)
@@ -383,17 +375,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def run_foundation(self, encoded: EncodedPack, stage: StageInput | None = None) -> FoundationOutput | torch.Tensor:
         """Second step of :meth:`forward`: run the foundation over text and media.
 
-        Args:
-            encoded: the result of :meth:`encode_media`. A stage reads only some of the features
-                (:attr:`stage_contract`); the others may be any tensors of the same shapes.
-            stage: the part of the foundation to run; None: all of it.
-
-        Returns:
-            The output of the foundation; for a stage that is not the last, ``[1, t, hidden]`` for the next one. All
-            stages in order compute what the whole foundation does.
-
-        Raises:
-            UserError: the foundation cannot be cut there.
+        ``encoded``: features that a stage does not read (:attr:`stage_contract`) may be any tensors of the same shapes.
+        ``stage``: the part to run; None: the whole foundation. Returns its output; of a stage that is not the last,
+        ``[1, t, hidden]`` for the next one. Raises UserError: the foundation cannot be cut there.
         """
         call = None if stage is None else self.stage_of(stage)
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
@@ -402,11 +386,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         return self.runner.stage_output(pack, media, sequence_slice, call)
 
     def stage_of(self, stage: StageInput) -> StageCall:
-        """Return a call of a pipeline stage, for :meth:`FoundationRunner.run`.
-
-        Raises:
-            UserError: the foundation cannot be cut there.
-        """
+        """Return a stage's call for :meth:`FoundationRunner.run`; UserError: the foundation cannot be cut there."""
         for cut in (stage.span.start, stage.span.stop):
             self.stage_contract.require(type(self.foundation).__name__, cut)
         return StageCall(stage.span, self.stage_contract, *stage.arrived[:1])
@@ -439,7 +419,7 @@ def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
     It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
     """
     states = hidden[0, :1].detach().requires_grad_()
-    return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
+    return decoder.lm_head(states, to_device(decoder.minimal_labels(), hidden.device)).sum
 
 
 def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
@@ -461,15 +441,13 @@ for _config, _model in (
     (AudioEncoderConfig, AudioEncoder),
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
+    (FlowDecoderConfig, FlowDecoder),
 ):
     AutoModel.register(_config, _model)
 
 
 def rest_frozen_statistics(model: nn.Module) -> None:
-    """Put frozen BatchNorm layers into evaluation mode.
-
-    In training mode each forward would update their statistics, differently on each rank.
-    """
+    """Put frozen BatchNorm layers into evaluation mode, so that a forward does not change their statistics."""
     for module in model.modules():
         if isinstance(module, BatchNorm) and module.weight is not None and not module.weight.requires_grad:
             module.eval()

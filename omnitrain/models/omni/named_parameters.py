@@ -14,16 +14,9 @@ from omnitrain.recipe.suggest import nearest
 
 
 def parameters_named(model: OmniModel, name: str, key: str) -> list[nn.Parameter]:
-    """Return the parameters that a name stands for.
+    """Return the parameters that a name stands for: a component, or a path of a module or parameter below it.
 
-    Args:
-        model: parallelized or not.
-        name: a component (``foundation``, ``image_encoder``), or a path of a module or parameter below it
-            (``image_encoder.tower``, ``foundation.model.visual.merger``).
-        key: key of the recipe, for the error.
-
-    Raises:
-        UserError: the name matches no parameter; the message suggests the nearest name.
+    Raises UserError: none matches; the message has ``key`` of the recipe, and suggests the nearest name.
     """
     components, modules = model.components, dict(model.named_modules())
     matched = list(components[name].values() if name in components else _below(modules, name))
@@ -67,11 +60,8 @@ def _below(modules: dict[str, nn.Module], name: str) -> Iterator[nn.Parameter]:
 def hidden_matrices(model: OmniModel) -> set[nn.Parameter]:
     """Return the weights of linear layers ``[out, in]``, and of all experts of a layer ``[experts, ...]``.
 
-    Without the language model's head, the decoders (embeddings and heads of codes), and LoRA adapters. Embeddings,
-    convolutions, routers with a class of their own, biases and norms are no linear layers.
-
-    Args:
-        model: parallelized or not.
+    Without the language model's head, the decoders, and LoRA adapters. Embeddings, convolutions, routers with a class
+    of their own, biases and norms are no linear layers.
     """
     head = model.foundation.get_output_embeddings()
     elsewhere = {model.get_parameter(name) for name in model.adapter_names}

@@ -39,14 +39,9 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 def save_whole(model: PreTrainedModel, folder: Path, peers: Peers, file_bytes: int = FILE_BYTES) -> None:
     """Write the config, the weights and LoRA adapters (in PEFT's files) exactly as a single process would.
 
-    Files are distributed over the ranks. A rank holds one tensor whole at a time, or those that transformers converts
-    together. All ``peers`` call this; if writing failed on one rank, all raise its exception.
-
-    Args:
-        model: sharded or not.
-        folder: the same on all ranks; weights saved there before are removed.
-        peers: all ranks of the model.
-        file_bytes: largest size of a file's weights; a single block may exceed it.
+    All ``peers`` call this; if writing failed on one rank, all raise its exception. A rank holds one tensor whole at a
+    time, or those that transformers converts together. Weights in ``folder`` are removed before; ``file_bytes``: the
+    largest size of a file's weights, which a single block may exceed.
     """
     files = files_of(model, peers, file_bytes)
     pieces = model_pieces(model, PieceOwners(model.state_dict(keep_vars=True), peers))

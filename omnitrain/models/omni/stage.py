@@ -34,11 +34,6 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
     """Return modality that the foundation reads by itself -> number of its features for this rank's tokens.
 
     Modalities that share a placeholder count as the first of them, as in :class:`EncodedMedia`.
-
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-        sequence_slice: the slice of the sequence on this rank; None: all tokens.
     """
     numbers: dict[str, int] = {}
     first: dict[int, str] = {}
@@ -52,10 +47,7 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
 
 
 def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None, cut: int) -> dict[Across, int]:
-    """Return the features that cross a cut, with their number, in the order in which they are sent.
-
-    ``cut``: index of the block after it; see :func:`features_in`.
-    """
+    """Return the features that cross ``cut``, the index of the block after it, with their number, as they are sent."""
     contract = model.stage_contract
     across: dict[Across, int] = {}
     for modality, number in features_in(model, pack, sequence_slice).items():
@@ -84,10 +76,7 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:
-    """Return what a stage sends to the next one, at whose first block is the cut: its output ``hidden``, then features.
-
-    The features are in the order of :func:`features_across`.
-    """
+    """Return what a stage sends to the next one: ``hidden``, then features as of :func:`features_across`."""
     sent = [hidden]
     for modality, name in features_across(model, encoded.pack, encoded.work.sequence_slice, cut):
         features = encoded.media.native[modality]

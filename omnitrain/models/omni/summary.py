@@ -15,23 +15,14 @@ from omnitrain.ops.fused.install import FusedOp
 
 @dataclass(frozen=True)
 class ComponentRow:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        name: component name.
-        class_name: class of its module (and of the HF model inside).
-        parameters: number of parameter elements.
-        trainable: number of elements that train.
-        dtype: dtype of the parameters; several are joined by ``+``.
-        ops: backend of each operation.
-    """
-
-    name: str
-    class_name: str
-    parameters: int
-    trainable: int
-    dtype: str
-    ops: str
+    name: str  # of the component
+    class_name: str  # class of its module (and of the HF model inside)
+    parameters: int  # number of elements
+    trainable: int  # number of elements
+    dtype: str  # of the parameters; several are joined by `+`
+    ops: str  # backend of each operation
 
 
 def component_rows(

@@ -52,11 +52,7 @@ class Teacher(ContainerModel, EncoderMixin):
 
     @cached_property
     def runner(self) -> FoundationRunner:
-        """Runs the language model by its contract, over text alone.
-
-        Raises:
-            UserError: the contract check refused the model, or found that it cannot run several samples at once.
-        """
+        """Runs the language model by its contract, over text alone; UserError: it cannot run samples in packs."""
         kind = type(self.model).__name__
         with refusing(f"{kind} cannot be run"):
             contract = contract_of(self.model, "as a teacher")
@@ -69,13 +65,7 @@ class Teacher(ContainerModel, EncoderMixin):
         return ComponentAdapter()
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
-        """Return the last hidden states of samples, ``[sum(num_tokens), width]``, without a graph.
-
-        ``features``: ``input_ids`` ``[sum(num_tokens)]`` int64, samples end to end.
-
-        Raises:
-            UserError: the model does not call its head as a module, and so hides its last hidden states.
-        """
+        """Return the last hidden states of samples, ``[sum(num_tokens), width]``; UserError: the model hides them."""
         input_ids = features["input_ids"][None]
         positions = torch.cat([torch.arange(number, device=input_ids.device) for number in num_tokens])
         states: list[Tensor] = []

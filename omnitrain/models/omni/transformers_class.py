@@ -25,15 +25,10 @@ _TOLERANCE = {torch.float32: 1e-6}  # of logits, relative to the largest; other 
 
 @torch.no_grad()
 def as_transformers_class(model: OmniModel) -> PreTrainedModel:
-    """Return ``model`` as a class of transformers, with the same weights (not copies) and, checked, the same logits.
+    """Return ``model``, in eval mode, as a class of transformers, with the same weights and (checked) logits.
 
-    The caller must set ``image_token_id`` of the result; each image has ``image_seq_length`` of these tokens.
-
-    Args:
-        model: on the CPU, without LoRA adapters; put into eval mode.
-
-    Raises:
-        UserError: transformers has no class for this model; the message names the part that does not fit.
+    The caller must set ``image_token_id``; each image has ``image_seq_length`` of these tokens. ``model``: on the CPU,
+    without LoRA adapters. Raises UserError: transformers has no such class; names the part that does not fit.
     """
     encoder = _only_vision_encoder(model)
     foundation = model.foundation
