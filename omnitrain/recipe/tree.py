@@ -16,7 +16,6 @@ from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.model import Model
-from omnitrain.recipe.overrides import apply_overrides
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.problems import problem_lines
@@ -57,9 +56,7 @@ class Recipe(Strict):
             why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
             yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
         if not ("text" in self.train.losses or self.train.metrics):
-            why = (
-                "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add it, or remove it"
-            )
+            why = "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add or remove it"
             yield Idle("model.teachers", why)
         for name in self.model.teachers.keys() & self.data.pack_elements.keys():
             yield Idle("data.pack_elements", f"but the teacher {name} reads no media; remove it there")
@@ -229,3 +226,48 @@ def _read_mapping(file: Path) -> dict[str, Any]:
         found = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise RecipeError(f"{file}: found {found}; expected keys such as `model:`, `data:` and `train:`")
     return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Set ``key.sub=value`` (YAML) in ``tree``, in order; return a line for each that cannot be applied."""
+    problems = []
+    for override in overrides:
+        try:
+            _apply(tree, override)
+        except RecipeError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    path = dotted.strip().split(".")
+    if not equals or not all(path):
+        raise RecipeError(f"override `{override}`: expected key.sub=value, such as train.steps=20")
+    value = parse_yaml(text, f"override `{override}`")
+    node: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        node = _child(node, _key(node, part, path[:depth]), path[depth + 1])
+    node[_key(node, path[-1], path[:-1])] = value
+
+
+def _child(node: Any, key: str | int, next_part: str) -> Any:
+    child = node.get(key) if isinstance(node, dict) else node[key]
+    if child is not None:
+        return child
+    if next_part.isdigit():
+        return []  # without a list, any index is refused
+    node[key] = {}
+    return node[key]
+
+
+def _key(node: Any, part: str, parents: list[str]) -> str | int:
+    if isinstance(node, dict):
+        return part
+    dotted = ".".join(parents)
+    if not isinstance(node, list):
+        raise RecipeError(f"{dotted}.{part}: `{dotted}` is {node!r}, which has no keys; set `{dotted}` as a whole")
+    if part.isdigit() and int(part) < len(node):
+        return int(part)
+    indexes = f"an index from 0 to {len(node) - 1}" if node else "no index, the list is empty"
+    raise RecipeError(f"{dotted}.{part}: found `{part}`; expected {indexes}; or set `{dotted}` as a whole")
