@@ -172,18 +172,23 @@ class OmniDataCollatorWithPacking:
     def _spans(self, ids: np.ndarray, media: Mapping[str, dict[str, np.ndarray]]) -> tuple[MediaSpan, ...]:
         """Return a span for each modality: its item has all media of the conversation."""
         owners: dict[int, str] = {}
-        for modality, token in self._native.placeholders.items():
-            if modality in media and owners.setdefault(token, modality) != modality:
+        marks, placeholders = self._native.video_marks, self._native.placeholders
+        for modality, token in placeholders.items():
+            if modality in media and marks is None and owners.setdefault(token, modality) != modality:
                 raise ValueError(
                     f"{owners[token]} and {modality} have the same placeholder token {token}; make samples of such "
                     "rows with an OmniProcessor"
                 )
+        is_of = {modality: ids == token for modality, token in placeholders.items()}
+        if marks is not None:
+            is_inside = np.cumsum(ids == marks[0]) > np.cumsum(ids == marks[1])
+            is_of |= {"video": is_of["video"] & is_inside, "image": is_of["image"] & ~is_inside}
         spans = []
-        for modality, token in self._native.placeholders.items():
-            positions = np.flatnonzero(ids == token)
+        for modality, token in placeholders.items():
+            positions = np.flatnonzero(is_of[modality])
             if modality in media and not positions.size:
                 raise ValueError(f"{sorted(media[modality])} are given, but input_ids has no placeholder {token}")
-            if positions.size and token not in owners:
+            if positions.size and modality not in media and token not in owners:
                 names = sorted(self._native.media_arguments[modality])
                 raise ValueError(f"input_ids has {positions.size} placeholders {token} of {modality}, but no {names}")
             if modality in media:
