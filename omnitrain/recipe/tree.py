@@ -6,6 +6,7 @@ Every field has a description; ``omnitrain show --schema`` prints them as JSON s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from omnitrain.recipe.shipped import find_recipe
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.yaml_text import parse_yaml
+from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 
 class Recipe(Strict):
@@ -271,3 +272,23 @@ def _key(node: Any, part: str, parents: list[str]) -> str | int:
         return int(part)
     indexes = f"an index from 0 to {len(node) - 1}" if node else "no index, the list is empty"
     raise RecipeError(f"{dotted}.{part}: found `{part}`; expected {indexes}; or set `{dotted}` as a whole")
+
+
+def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
+    """Raise a RecipeError for heads that the recipe names and a model that was loaded does not have."""
+    if unknown := [f"{'.'.join(map(str, path))}: {why}" for path, why in recipe.unknown_heads(decoders)]:
+        raise RecipeError(*unknown)
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write a resolved recipe as YAML with all fields, atomically; the file loads to an equal recipe."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(dump_yaml(recipe.model_dump()), encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe (draft 2020-12), for completion and checks in editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

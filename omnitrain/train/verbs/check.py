@@ -28,8 +28,8 @@ from omnitrain.models.hf.load import (
     untie_as_in_files,
 )
 from omnitrain.models.omni.build import build_omni_model, omni_config_at
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.optim.adamw import require_fp32, trained_parameters
@@ -43,7 +43,7 @@ from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, Model, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
-from omnitrain.recipe.save import require_heads
+from omnitrain.recipe.tree import require_heads
 from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
 from omnitrain.train.build_from_recipe import (
     build_from_recipe,
