@@ -27,6 +27,8 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     for name in ("input_ids", "labels"):
         if name not in given:
             raise UserError(f"sample {index} has no {name!r}; it has {sorted(given)}")
+    if not np.size(given["input_ids"]):
+        raise UserError(f"sample {index} has no tokens; remove it")
     if _is_read_in_forward(native, given, index):
         ids, labels = (np.asarray(given[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
         known, trained = native.forward_arguments, labels != IGNORED
