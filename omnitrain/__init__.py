@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from omnitrain.train.build_from_recipe import load_checkpoint as load_checkpoint
     from omnitrain.train.callbacks import Callback as Callback
     from omnitrain.train.evaluate.evaluate import heldout_loss as heldout_loss
+    from omnitrain.train.own_loop import prepare as prepare
     from omnitrain.train.trainer import Trainer as Trainer
     from omnitrain.train.verbs.verify import verify as verify
 

@@ -95,8 +95,7 @@ app = typer.Typer(
 
 RanksOption = Annotated[int, typer.Option("--nproc", help="Number of ranks to start on this machine.", min=1)]
 RestartsOption = Annotated[
-    int,
-    typer.Option("--max-restarts", help="With --nproc: how often to go on with the ranks left if some die.", min=0),
+    int, typer.Option("--max-restarts", help="With --nproc: how often to go on with the ranks left if some die.", min=0)
 ]
 
 
@@ -220,8 +219,7 @@ def run(
         bool, typer.Option("--resume", help="Continue from the newest checkpoint in output_dir.")
     ] = False,
     auto_resume: Annotated[
-        bool,
-        typer.Option("--auto-resume", help="Start, or continue from the newest intact checkpoint, if one exists."),
+        bool, typer.Option("--auto-resume", help="Start, or continue from the newest intact checkpoint, if one exists.")
     ] = False,
     nproc: RanksOption = 1,
     max_restarts: RestartsOption = 0,
@@ -436,8 +434,7 @@ def export(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN ...]", help="Folders of runs; several are compared.")],
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The page. Default: report.html, of one run in its folder."),
+        Path | None, typer.Option(metavar="FILE", help="The page. Default: report.html, of one run in its folder.")
     ] = None,
 ) -> None:
     """Write a page about runs: curves, samples, traced steps, layout, recipe, environment. It needs no network."""

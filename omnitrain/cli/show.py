@@ -41,8 +41,7 @@ def show(
         ),
     ] = False,
     stats: Annotated[
-        bool,
-        typer.Option("--stats", help="Lengths, modalities, rejected rows, epochs and the expected fill of packs."),
+        bool, typer.Option("--stats", help="Lengths, modalities, rejected rows, epochs and the expected fill of packs.")
     ] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="The JSON schema of all recipes, for completion in an editor.")

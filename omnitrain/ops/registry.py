@@ -19,15 +19,13 @@ def _on_every_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of an operation.
-
-    ``missing``: device -> missing requirement; None: nothing is missing. ``automatic``: device types on which ``auto``
-    may choose it if nothing is missing; None: any.
-    """
+    """One implementation of an operation."""
 
     name: str  # name in recipes
     run: Callable[..., Any]  # the implementation
+    # device -> missing requirement; None: nothing is missing
     missing: Callable[[torch.device], str | None] = _on_every_device
+    # device types on which ``auto`` may choose it if nothing is missing; None: any
     automatic: tuple[str, ...] | None = None
 
 
@@ -35,10 +33,7 @@ B = TypeVar("B", bound=Backend)
 
 
 def choose(operation: str, backends: Sequence[B], wanted: str, device: torch.device) -> B:
-    """Return the backend named ``wanted``; ``auto``: the first that is automatic on ``device`` and can run.
-
-    Raises UserError: the backend is unknown or cannot run on ``device``; names those that can.
-    """
+    """Return the backend ``wanted``, or the first automatic one on ``device``; a UserError names those that can run."""
     if wanted == "auto":
         automatic = (b for b in backends if b.automatic is None or device.type in b.automatic)
         return next(b for b in automatic if b.missing(device) is None)

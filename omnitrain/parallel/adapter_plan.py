@@ -58,9 +58,7 @@ def _noted(problems: list[str], path: str) -> Iterator[None]:
 
 
 def lora_problems(
-    adapters: Mapping[str, Adapters],
-    layers: Mapping[str, Sequence[ExpertLayer]],
-    plan: ParallelPlan,
+    adapters: Mapping[str, Adapters], layers: Mapping[str, Sequence[ExpertLayer]], plan: ParallelPlan
 ) -> Iterator[str]:
     """Yield the settings that exclude ``adapters``; ``layers``: component -> its MoE layers."""
     for name, of_component in adapters.items():

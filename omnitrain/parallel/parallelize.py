@@ -399,10 +399,7 @@ def _apply_recompute_and_offload(
 
 
 def _shardings(
-    plans: Mapping[str, ComponentPlan],
-    state: ParallelState,
-    states: Mapping[str, ParallelState],
-    full_shard: bool,
+    plans: Mapping[str, ComponentPlan], state: ParallelState, states: Mapping[str, ParallelState], full_shard: bool
 ) -> dict[str, Sharding]:
     """Component of this rank's section -> its sharding. Components of a section with the same degrees share a mesh."""
     meshes: dict[tuple[str, int, int, int], DeviceMesh | None] = {

@@ -46,7 +46,7 @@ class ParallelState:
     then a state is that of this rank's section, and its sizes and groups are those of the section. Several states can
     use the same ranks at once. :meth:`size` and :meth:`rank_in` take any axis or product of axes
     (see :class:`~omnitrain.plan.mesh.MeshShape`). The properties cover the common ones: ``sp_size`` is ``size("sp")``,
-    ``sp_enabled`` whether that is above 1, ``sp_rank`` this process's rank on the axis, ``sp_group`` its group and
+    ``sp_enabled`` whether that is above 1, ``tp_rank`` this process's rank on an axis, ``sp_group`` its group and
     ``sp_mesh`` its mesh. ``ulysses`` is another name of ``sp``. Meshes with two axes exist only for FSDP:
     ``dp_replicate`` with ``fsdp`` or ``ep_fsdp``.
 
@@ -138,24 +138,17 @@ class ParallelState:
     dp_size = _Of(size, "dp")
     dp_replicate_size = _Of(size, "dp_replicate")
     dp_shard_size = _Of(size, "dp_shard")
-    fsdp_size = _Of(size, "fsdp")
     ep_size = _Of(size, "ep")
     tp_size = _Of(size, "tp")
     ulysses_size = _Of(size, "sp")
     sp_size = _Of(size, "sp")
     cp_size = _Of(size, "cp")
-    sequence_size = _Of(size, "sequence")
     pp_size = _Of(size, "pp")
     dp_rank = _Of(rank_in, "dp")
-    dp_replicate_rank = _Of(rank_in, "dp_replicate")
     dp_shard_rank = _Of(rank_in, "dp_shard")
-    fsdp_rank = _Of(rank_in, "fsdp")
-    ep_rank = _Of(rank_in, "ep")
     tp_rank = _Of(rank_in, "tp")
     ulysses_rank = _Of(rank_in, "sp")
-    sp_rank = _Of(rank_in, "sp")
     cp_rank = _Of(rank_in, "cp")
-    sequence_rank = _Of(rank_in, "sequence")
     pp_rank = _Of(rank_in, "pp")
     dp_enabled = _Of(is_enabled, "dp")
     fsdp_enabled = _Of(is_enabled, "fsdp")
@@ -173,16 +166,11 @@ class ParallelState:
     tp_mesh = _Of(mesh, "tp")
     pp_mesh = _Of(mesh, "pp")
     dp_group = _Of(group, "dp")
-    ep_group = _Of(group, "ep")
-    tp_group = _Of(group, "tp")
-    pp_group = _Of(group, "pp")
     ulysses_group = _Of(group, "sp")
     sp_group = _Of(group, "sp")
     cp_group = _Of(group, "cp")
     sequence_group = _Of(group, "sequence")
     loss_group = _Of(group, "loss")
-    data_group = _Of(group, "data")
-    stage_group = _Of(group, "stage")
     section_group = _Of(group, "all")
     stage_ranks = _Of(ranks_along, "stage")
 
@@ -240,10 +228,7 @@ def init_parallel_state(
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
-    """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation.
-
-    Raises UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
-    """
+    """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation."""
     _ensure_process_group()
     return _as_default(_states_of(plan, dist.get_world_size()))
 
@@ -407,21 +392,14 @@ def _as_default(states: dict[str, ParallelState]) -> ParallelState:
 def states_of_components(
     state: ParallelState, of_user: ParallelPlan, plans: Mapping[str, ComponentPlan]
 ) -> dict[str, ParallelState]:
-    """Return component -> the state of its section, or one of its own if only some ``tp`` ranks share its matrices.
-
-    States of their own have no process groups; :func:`with_own_groups` makes them. ``state``: of this rank's section.
-    ``plans``: component -> its complete plan.
-    """
+    """Return component -> its section's state, or one without groups if only some ``tp`` ranks share its matrices."""
     states = {name: state.of_section(of_user.section_of(name)) for name in plans}
     own = {name: plan.tp for name, plan in plans.items() if 1 < (plan.tp or 1) < states[name].size("tp")}
     return states | {name: states[name].with_tp(tp) for name, tp in own.items() if tp is not None}
 
 
 def with_own_groups(state: ParallelState, states: Mapping[str, ParallelState]) -> dict[str, ParallelState]:
-    """Make the process groups of states of their own (:func:`states_of_components`). All ranks of the run must call it.
-
-    Components of a section with equal degrees share a state.
-    """
+    """Make the groups of states of their own, once for equal degrees in a section. All ranks must call it."""
     of_sections, made = {id(at) for at in (state, *state.sections.values())}, dict[tuple[str, int], ParallelState]()
     own = {name: at for name, at in states.items() if id(at) not in of_sections}
     for key in sorted({(at.section, at.size("tp")) for at in own.values()}):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -133,10 +132,7 @@ class StepPlan(StepTables):
         return RowRoutes(item, producer, consumer, self.item_tokens[item])
 
     def loads(self, component: str) -> np.ndarray:
-        """Return ``[M, ranks of the component]`` int64: the cost of the items that each rank encodes.
-
-        Ranks that divide the work of a call each have an equal part of its cost, rounded up.
-        """
+        """Return ``[M, ranks]`` int64: the cost of what each rank encodes; ranks of one call divide it, rounded up."""
         items = self.topology.items_of(component, self.slot)
         cell = self._micro_batch(items) * self.topology.world_size + self.producer[items]
         sums = np.bincount(cell, self.cost[items], self.num_micro_batches * self.topology.world_size)
@@ -166,51 +162,33 @@ class StepPlan(StepTables):
         routes = [self.routes(component, k) for k in range(self.num_micro_batches)]
         return sum(int(r.rows[r.producer != r.consumer].sum()) for r in routes)
 
-    def digest(self) -> str:
-        """Return a hash of the plan, which ranks compare to check that they agree."""
-        content = hashlib.blake2b(digest_size=8)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            content.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-        return content.hexdigest()
-
-    def component_lines(self) -> tuple[ComponentLine, ...]:
-        """Return one line for each component in each micro-batch in which it runs, sorted by micro-batch."""
-        return tuple(
-            self._component_line(component, micro_batch)
-            for micro_batch in range(self.num_micro_batches)
-            for component in self.topology.components
-            if self.is_active(component.name, micro_batch)
-        )
-
-    def _component_line(self, component: Placement, micro_batch: int) -> ComponentLine:
-        call_sites = list(self.topology.call_sites_of(component.name))
-        calls = self.calls[micro_batch, call_sites]
-        calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
-        routes = self.routes(component.name, micro_batch)
-        is_sent = (routes.producer != routes.consumer) & self.topology.moves(component.name)
-        loads = self.loads(component.name)[micro_batch]
-        return ComponentLine(
-            micro_batch,
-            component.name,
-            calls=int(calls.sum()),
-            items=len(np.unique(routes.item)),
-            travelling=len(np.unique(routes.item[is_sent])),
-            minimal_ranks=int((calls_with_data < calls[:, None]).any(axis=0).sum()),
-            imbalance=float(loads.max() / loads.mean()) if loads.any() else 1.0,
-            reduces=micro_batch == self.last_active(component.name),
-        )
-
     def __str__(self) -> str:
-        """Return the counts, the tokens and a table of :meth:`component_lines`."""
+        """Return the counts, the tokens, and the work of each component in each micro-batch in which it runs."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.loss_counts.items())
         tokens = self.tokens.sum(axis=0)
-        head = [
-            f"step plan {self.digest()}: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches",
+        lines = [
+            f"step plan: {self.topology.world_size} ranks, {self.num_micro_batches} micro-batches",
             f"predicted tokens: {counts or 'none'}",
             f"tokens drawn: {int(tokens.sum()):,}, per rank {int(tokens.min()):,} to {int(tokens.max()):,}",
         ]
-        return "\n".join([*head, *component_table(self.component_lines())])
+        for micro_batch in range(self.num_micro_batches):
+            active = [c for c in self.topology.components if self.is_active(c.name, micro_batch)]
+            lines += [f"micro-batch {micro_batch}, {c.name}: {self._work_of(c, micro_batch)}" for c in active]
+        return "\n".join(lines)
+
+    def _work_of(self, component: Placement, micro_batch: int) -> str:
+        """The work of a component in a micro-batch, in words."""
+        call_sites = list(self.topology.call_sites_of(component.name))
+        calls = self.calls[micro_batch, call_sites]
+        calls_with_data = self.calls_with_data[micro_batch][call_sites][:, list(component.ranks)]
+        routes, loads = self.routes(component.name, micro_batch), self.loads(component.name)[micro_batch]
+        travelling = routes.item[(routes.producer != routes.consumer) & self.topology.moves(component.name)]
+        return (
+            f"{calls.sum()} calls, {len(np.unique(routes.item))} items, {len(np.unique(travelling))} of them travel; "
+            f"minimal inputs on {(calls_with_data < calls[:, None]).any(axis=0).sum()} ranks; "
+            f"largest cost of a rank / mean: {loads.max() / loads.mean() if loads.any() else 1:.2f}"
+            f"{'; gradients are reduced' * (micro_batch == self.last_active(component.name))}"
+        )
 
     def _micro_batch(self, items: np.ndarray) -> np.ndarray:
         """The micro-batch of items, or the first one of their window."""
@@ -385,30 +363,3 @@ def _other_calls(topology: Topology, tables: StepTables) -> np.ndarray:
         np.add.at(of_groups, group, drawn.T)
         calls[:, index] = of_groups[group].T > 0
     return calls
-
-
-_TITLES = ("micro-batch", "component", "calls", "items", "travel", "minimal on", "max/mean cost", "reduces")
-
-
-class ComponentLine(NamedTuple):
-    """The work of a component in a micro-batch."""
-
-    micro_batch: int  # index of the micro-batch
-    component: str
-    calls: int  # calls on each of its ranks
-    items: int  # number of items it encodes
-    travelling: int  # number of these items that a rank other than their producer needs
-    minimal_ranks: int  # number of ranks that make at least one call with the minimal input
-    imbalance: float  # cost on the busiest rank divided by the mean; 1 if all costs are 0
-    reduces: bool  # whether this is the component's last active micro-batch
-
-
-def component_table(lines: Iterable[ComponentLine]) -> list[str]:
-    """Return the text lines of a table: its titles, then one line for each of ``lines``."""
-    rows = [
-        (*map(str, line[:5]), f"{line.minimal_ranks} ranks", f"{line.imbalance:.2f}", "yes" if line.reduces else "")
-        for line in lines
-    ]
-    widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
-    table = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (_TITLES, *rows))
-    return [line.rstrip() for line in table]

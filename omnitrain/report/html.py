@@ -85,10 +85,7 @@ def swatch(color: int, words: str = "", dash: int = 0) -> Markup:
 
 
 _ENVIRONMENT = Environment(
-    loader=PackageLoader("omnitrain.report"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
+    loader=PackageLoader("omnitrain.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
 )
 _ENVIRONMENT.globals |= {"table": table, "picked": picked, "swatch": swatch, "tag": tag}
 
@@ -126,13 +123,10 @@ _COLUMNS = 120  # of the text
 
 
 class Shown(ABC):
-    """Something that ``print``, a notebook and :meth:`save` show.
+    """Something that ``print``, a notebook and :meth:`save` show."""
 
-    ``name``: what it is about. ``title``: what it is, on a page.
-    """
-
-    name: str
-    title: ClassVar[str]
+    name: str  # what it is about
+    title: ClassVar[str]  # what it is, on a page
 
     @abstractmethod
     def lines(self) -> Iterable[RenderableType]:

@@ -23,16 +23,14 @@ LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the folder of a run has for a report.
-
-    ``samples``: answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done.
-    """
+    """What the folder of a run has for a report."""
 
     label: str  # name of the run, another one for each run of a report
     recipe_text: str  # the resolved recipe as YAML, and ``recipe``, read
     recipe: Mapping[str, Any]
     lines: Sequence[Line]  # the lines of ``metrics.jsonl``, at least one; numbers that are not finite are None
     evaluations: Sequence[Line]  # all evaluations of the run, by steps done
+    # answers of these evaluations: contents of each ``samples.json``, and its folder, by steps done
     samples: Sequence[tuple[Path, Line]]
     traces: Mapping[int, Mapping[int, Path]]  # step -> rank -> file of the trace
     layout: Mapping[str, Any] | None  # contents of ``layout.json``; None: the run wrote none

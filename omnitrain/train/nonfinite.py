@@ -26,14 +26,12 @@ _LOSS = "the loss"
 
 
 class Origin(NamedTuple):
-    """Where the first value of a step was not finite on a rank.
-
-    ``samples``: ids of the samples in the micro-batch; none if several ranks' micro-batches are encoded together.
-    """
+    """Where the first value of a step was not finite on a rank."""
 
     component: str  # the component that computed it, or ``the loss``
     phase: str  # ``forward``, ``backward``, or ``weight gradients``: gradients of the component's weights
     micro_batch: int  # index of the rank's micro-batch; for an encoder with its own actions, the first of a window
+    # ids of the samples in the micro-batch; none if several ranks' micro-batches are encoded together
     samples: Sequence[str]
 
     @property
@@ -132,10 +130,7 @@ def not_finite_error(
     recipe: Recipe,
     mixed: bool,
 ) -> NonFiniteError:
-    """Return the error of ``step`` (from 1), with the samples whose loss is not finite. All ranks call this.
-
-    ``packs`` are the losses of this rank's packs; ``origin`` is where it began on this rank.
-    """
+    """Return the error of ``step`` (from 1), with the samples whose loss is not finite. All ranks call this."""
     samples: dict[str, None] = {}  # an ordered set
     by_head: dict[str, dict[str, None]] = {}
     for names, found in peers.gather(([p.info.ids for p in packs], [p.not_finite() for p in packs])):

@@ -24,16 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """All ranks of a run, as seen by one of them.
-
-    ``loss_peers``: group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the
-    same evaluation, each in its own group; so do pipeline stages. ``meter_peers``: group of the ranks whose losses are
-    those of all samples: ``loss_peers`` and their pipeline stages.
-    """
+    """All ranks of a run, as seen by one of them."""
 
     state: ParallelState | None  # the parallel state. None: a single process that does not shard its model
     peers: Peers  # group of all ranks
+    # group of the ranks over which losses add up. Tensor parallel peers have the same losses and run the same
+    # evaluation, each in its own group; so do pipeline stages
     loss_peers: Peers
+    # group of the ranks whose losses are those of all samples: ``loss_peers`` and their pipeline stages
     meter_peers: Peers
     rendezvous: Rendezvous  # rendezvous of the data processes
 
@@ -44,10 +42,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int | None:
-        """Rank among those that draw different samples; ranks that share a sequence or matrices have the same.
-
-        None: the section of this rank draws none.
-        """
+        """Rank among those that draw different samples, equal where they share some; None: the section draws none."""
         if self.state is None:
             return 0
         return self.state.dp_rank if self.state.section == MAIN else None

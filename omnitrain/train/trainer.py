@@ -72,16 +72,14 @@ class _Fit:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a run ended.
-
-    ``stopped``: why the run ended before its last step, by early stopping or a callback. None: it did not.
-    """
+    """How a run ended."""
 
     step: int  # optimizer steps done
     interrupted: bool  # Ctrl-C or SIGTERM ended it early
     checkpoint: Path  # the last checkpoint
     scores: dict[str, float]  # scores of the evaluation; empty without an evaluation
     is_terminated: bool = False  # it was SIGTERM: a scheduler should start the run again
+    # why the run ended before its last step, by early stopping or a callback. None: it did not
     stopped: str | None = None
 
 

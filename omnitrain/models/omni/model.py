@@ -28,6 +28,8 @@ from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatur
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
+from omnitrain.models.decoders.flow import FlowDecoder
+from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
 from omnitrain.models.discovery.text_run import text_blocks
@@ -53,6 +55,7 @@ from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -100,7 +103,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         for name, values in sorted({**encoders, **(config.decoders or {})}.items()):
             if hasattr(type(self), name) or name in vars(self):
                 raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
-            self.add_module(name, ready.get(name) or _fresh(values, model_class))
+            part = ready.get(name)
+            if part is None and values.get("of_foundation"):
+                part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+            self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
         for name in sorted({*self.encoder_names, *self.decoder_names}.difference(self.teachers)):
@@ -263,6 +269,13 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         readers = {n: encoder.adapter() for n, encoder in self.encoders.items() if n not in self.teachers}
         return readers, {name: decoder.adapter() for name, decoder in self.decoders.items()}
 
+    def give_back_decoders(self) -> None:
+        """Put the modules of decoders that are the foundation's own back into it, as transformers has them."""
+        for name in [name for name, decoder in self.decoders.items() if getattr(decoder.config, "of_foundation", None)]:
+            give_back(self.foundation, self.decoders[name])
+            delattr(self, name)
+            self.decoder_names.remove(name)
+
     def train(self, mode: bool = True) -> OmniModel:
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
@@ -421,6 +434,7 @@ for _config, _model in (
     (AudioEncoderConfig, AudioEncoder),
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
+    (FlowDecoderConfig, FlowDecoder),
 ):
     AutoModel.register(_config, _model)
 

@@ -25,15 +25,11 @@ from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, plain_spec, seg
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask that kernels support; all conditions hold at once.
+    """A mask that kernels support; all conditions hold at once."""
 
-    ``causal``: a token sees no later token; ``window``: only tokens less than this many positions before it; ``chunk``:
-    only its chunk of this many tokens, counted from the start of its segment.
-    """
-
-    causal: bool = False
-    window: int | None = None
-    chunk: int | None = None
+    causal: bool = False  # a token sees no later token
+    window: int | None = None  # only tokens less than this many positions before it
+    chunk: int | None = None  # only its chunk of this many tokens, counted from the start of its segment
 
 
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:

@@ -56,13 +56,11 @@ class SequenceSlice(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PackedSequence:
-    """The packed sequence that a forward runs over.
-
-    ``whole_masks``: with a slice: makes the masks of the whole sequence, in the order in which the model requests them.
-    """
+    """The packed sequence that a forward runs over."""
 
     offsets: tuple[int, ...]  # (0, ..., T), where each sample starts in the whole sequence, and its end
     sequence_slice: SequenceSlice | None = None  # the slice on this rank; None: the whole sequence
+    # with a slice: makes the masks of the whole sequence, in the order in which the model requests them
     whole_masks: Callable[[], Sequence[MaskSpec]] | None = None
     masks: list[MaskSpec] = field(default_factory=list)  # masks that the model requested since the sequence was entered
     specs: set[MaskSpec] = field(default_factory=set)  # the masks of layers that got none from the model

@@ -48,10 +48,7 @@ class Dispatcher(Protocol):
         """Plan the exchange from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
-        """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
-
-        :meth:`DispatchHandle.combine` uses the weights ``[T, k]``.
-        """
+        """Send a row of each token ``[T, H]`` to each of its experts; differentiable, with combining by ``weights``."""
 
 
 class _LocalDispatcher:
@@ -83,18 +80,16 @@ class _LocalDispatch:
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """How the experts of a layer are computed.
-
-    ``saving``: makes a context for the matmuls of the given rows, such as one that offloads their saved tensors.
-    ``delays_weight_gradients``: compute the gradients of matrices last, during the communication of rows' gradients.
-    ``overlap_with``: computes another part of the layer during the communication of the last results.
-    """
+    """How the experts of a layer are computed."""
 
     dispatcher: Dispatcher  # sends rows to the experts; with several ranks, each rank has the weights of some experts
     row_budget: int | None = None  # see :class:`omnitrain.ops.experts.grouped_mm.ProductMemory`
     recomputes_activation: bool = False
+    # makes a context for the matmuls of the given rows, such as one that offloads their saved tensors
     saving: Callable[[Tensor], AbstractContextManager[None]] | None = None
+    # compute the gradients of matrices last, during the communication of rows' gradients
     delays_weight_gradients: bool = False
+    # computes another part of the layer during the communication of the last results
     overlap_with: Callable[[LayerSpans], None] | None = None
     spans: LayerSpans = NOT_RECORDED  # records time spans
 

@@ -27,14 +27,10 @@ Decisions = dict[tuple[str, int, str], Tensor]
 
 @dataclass
 class Replayed:
-    """The numbers of decisions that a replay changed; they stay on the device until they are read.
+    """The numbers of decisions that a replay changed; they stay on the device until they are read."""
 
-    ``near_ties``: tokens of a layer whose choice had nearly the same score; ``others``: those whose choice had another
-    score, so the runs do not compute the same.
-    """
-
-    near_ties: Tensor | int = 0
-    others: Tensor | int = 0
+    near_ties: Tensor | int = 0  # tokens of a layer whose choice had nearly the same score
+    others: Tensor | int = 0  # those whose choice had another score, so the runs do not compute the same
 
 
 @dataclass

@@ -24,12 +24,10 @@ from omnitrain.ops.registry import Backend, choose
 
 @dataclass(frozen=True)
 class FusedOp:
-    """The implementation of one operation in a model.
-
-    ``classes``: class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code.
-    """
+    """The implementation of one operation in a model."""
 
     backend: str
+    # class name -> number of modules that now use it; empty if ``backend`` is ``torch``, the model's code
     classes: Counter[str] = field(default_factory=Counter)
 
 

@@ -21,16 +21,14 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 
 @dataclass(frozen=True)
 class ComponentUnits:
-    """The FSDP units of a component, by module name.
-
-    ``rest``: modules with the other parameters: an attached component itself, or the modules of the foundation without
-    parameters of another component.
-    """
+    """The FSDP units of a component, by module name."""
 
     fp32: tuple[str, ...] = ()  # trained modules that stay fp32 at any compute dtype; blocks inside them come first
     in_experts: tuple[str, ...] = ()  # modules inside experts that every rank has, such as a norm after the experts
     experts: tuple[str, ...] = ()  # modules of experts under expert parallelism
     blocks: tuple[str, ...] = ()  # see :func:`~omnitrain.ops.compile.blocks.blocks_in`
+    # modules with the other parameters: an attached component itself, or the modules of the foundation without
+    # parameters of another component
     rest: tuple[str, ...] = ()
 
     @property

@@ -20,12 +20,7 @@ from omnitrain.parallel.resolve.checks import model_problems
 from omnitrain.parallel.resolve.component import component_plan
 from omnitrain.parallel.resolve.experts import router_problems, unused_problems
 from omnitrain.parallel.resolve.roles import roles_of
-from omnitrain.parallel.resolve.sections import (
-    divide_encoders,
-    idle_settings,
-    section_problems,
-    starving_sections,
-)
+from omnitrain.parallel.resolve.sections import divide_encoders, idle_settings, section_problems, starving_sections
 from omnitrain.parallel.resolve.sources import STATE_AXIS, CallFlags, Request
 from omnitrain.parallel.state import ParallelState, state_without_groups
 from omnitrain.parallel.tensor.plan import TensorPlan, tensor_plan
@@ -41,20 +36,11 @@ def resolve_plans(
     tensors: TensorPlan,
     present: Mapping[str, Adapters],
 ) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
-    """Return component -> its complete plan, and component -> the adapters that its plan asks for.
+    """Return component -> its complete plan, and component -> the adapters that its plan asks for, or raise PlanError.
 
-    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes. The model is unchanged.
-
-    Args:
-        model: not parallelized.
-        plan: the user's plan.
-        state: the factorisation of the ranks.
-        flags: the flags of the call, for all components.
-        tensors: the resolved tensor parallelism of the model.
-        present: component -> the adapters that it has, or that its checkpoint adds.
-
-    Raises:
-        PlanError: all contradictions of the plan with the model, the state, the flags or itself.
+    All fields are set, except ``precision.param`` where parameters keep their dtypes. ``present``: component -> the
+    adapters that it has, or that its checkpoint adds. The error has all contradictions with the model, the state, the
+    flags or itself.
     """
     components, names = model.components, _names(model)
     frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]

@@ -44,11 +44,7 @@ _CP = "only the foundation supports ring attention; remove it (`place: group` di
 
 # For each field, the first refusal that applies is told.
 REFUSALS = (
-    Refusal(
-        "the foundation",
-        ("encode",),
-        "the foundation encodes no media; set it on an encoder, or remove it",
-    ),
+    Refusal("the foundation", ("encode",), "the foundation encodes no media; set it on an encoder, or remove it"),
     Refusal("the foundation", ("place",), _PACKS, ("group",)),
     Refusal(_SECTION, ("pp", "cp"), _DEGREES),
     Refusal(
@@ -58,11 +54,7 @@ REFUSALS = (
     ),
     Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
-    Refusal(
-        _PROJECTOR,
-        ("encode", "quadratic_cost"),
-        "a projector in `main` runs in the forwards; remove it",
-    ),
+    Refusal(_PROJECTOR, ("encode", "quadratic_cost"), "a projector in `main` runs in the forwards; remove it"),
     Refusal(_PROJECTOR, ("place",), "a projector runs where its features are used; remove it", ("world",)),
     Refusal("a decoder", ("encode",), "it is for encoders; remove it"),
     Refusal(_OTHERS, ("pp", "schedule"), "only the foundation is cut into stages; remove it"),

@@ -71,10 +71,7 @@ class Message:
         return tuple(torch.empty((self.rows, *shape), dtype=dtype, device=device) for shape, dtype in self.tensors)
 
     def require(self, part: Part, tensors: Sequence[Tensor]) -> None:
-        """Check that ``tensors`` are the rows of a part.
-
-        Raises ValueError: they have other shapes or dtypes.
-        """
+        """Check that ``tensors`` are the rows of a part. Raises ValueError: they have other shapes or dtypes."""
         found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         expected = [((part.rows, *shape), dtype) for shape, dtype in self.tensors]
         if found != expected:

@@ -33,16 +33,14 @@ _COLORED = ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE")
 
 @dataclass(frozen=True)
 class Case:
-    """One function to run on ``world`` ranks.
-
-    ``cells``: name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
-    launcher, and sends what it prints. None: it prints to where its parent does.
-    """
+    """One function to run on ``world`` ranks."""
 
     call: bytes  # pickled (function or "module:function", args)
     world: int  # number of ranks
     store: str  # path of the file of its FileStore
     timeout_s: float  # timeout of its collectives, in seconds
+    # name of a cell of a notebook -> its lines, which tracebacks then show. The rank gets the environment of a
+    # launcher, and sends what it prints. None: it prints to where its parent does
     cells: Mapping[str, Sequence[str]] | None = None
 
 

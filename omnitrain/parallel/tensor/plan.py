@@ -20,14 +20,12 @@ from omnitrain.recipe.suggest import hint
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """The resolved tensor parallelism of a model.
+    """The resolved tensor parallelism of a model."""
 
-    ``styles``: name of a module or parameter in the model without adapters -> style. ``degrees``: component with at
-    least one style -> number of ranks that share its matrices.
-    """
-
+    # name of a module or parameter in the model without adapters -> style
     styles: Mapping[str, str] = field(default_factory=dict)
     owners: Mapping[str, str] = field(default_factory=dict)  # the same names -> the component of each
+    # component with at least one style -> number of ranks that share its matrices
     degrees: Mapping[str, int] = field(default_factory=dict)
     problems: tuple[str, ...] = ()  # why it cannot be applied, one line each
 

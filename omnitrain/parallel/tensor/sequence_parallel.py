@@ -66,14 +66,10 @@ def dividing(share: TokenShare | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokenSharding:
-    """Whether sequence parallelism divides the tokens of a model.
+    """Whether sequence parallelism divides the tokens of a model."""
 
-    ``problem``: why it does not; empty: it does. ``ends``: layer-independent names of the rowwise matrices that end a
-    region.
-    """
-
-    problem: str = ""
-    ends: frozenset[str] = frozenset()
+    problem: str = ""  # why it does not; empty: it does
+    ends: frozenset[str] = frozenset()  # layer-independent names of the rowwise matrices that end a region
 
     def ends_in(self, names: Iterable[str]) -> list[str]:
         """Return the module names that belong to ``ends``."""
@@ -131,10 +127,7 @@ def regions_of(block: nn.Module) -> list[nn.Module]:
 def ends_of(
     blocks: Iterable[nn.Module], styles: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[set[str]]:
-    """Collect, during forwards, the rowwise matrices whose product a region of the blocks returns unchanged.
-
-    Yields their layer-independent names, filled by the forwards.
-    """
+    """Yield names (of any layer), filled by forwards, of rowwise matrices whose product a region returns unchanged."""
     ends: set[str] = set()
     products: dict[str, Tensor] = {}
     names = {modules[name]: name for name, style in styles.items() if style == "rowwise" and name in modules}

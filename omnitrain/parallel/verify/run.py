@@ -64,10 +64,7 @@ def micro_batches(model: OmniModel, batch: list[Sample], ranks: int, accumulatio
 
 
 def train(
-    model: OmniModel,
-    packs: list[Pack],
-    routing: tuple[Recording, ...] | None = None,
-    steps: int = STEPS,
+    model: OmniModel, packs: list[Pack], routing: tuple[Recording, ...] | None = None, steps: int = STEPS
 ) -> Outcome:
     """Train on this rank's packs, and replay ``routing``, a recording per step; None: route tokens, and record it."""
     planner = step_planner(model)

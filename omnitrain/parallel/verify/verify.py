@@ -27,12 +27,7 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
-from omnitrain.parallel.verify.arguments import (
-    Factory,
-    build_with,
-    require_arguments,
-    require_losses,
-)
+from omnitrain.parallel.verify.arguments import Factory, build_with, require_arguments, require_losses
 from omnitrain.parallel.verify.reference import (
     Alone,
     Noise,
@@ -92,16 +87,10 @@ class VerifyRow:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The result of :func:`verify`; prints as a table.
-
-    Attributes:
-        rows: one per layout.
-        parameters: number of parameters of the verified model.
-        size: the size of that model in words, with the reductions if the full model is too large for this machine.
-    """
+    """The result of :func:`verify`, one row per layout; prints as a table."""
 
     rows: tuple[VerifyRow, ...]
-    parameters: int
+    parameters: int  # of the verified model
     size: str = ""
 
     @property

@@ -22,12 +22,11 @@ class CostOrder:
     """Chooses the rank and the micro-batch of each pack of a step. Picklable; the result is the same on all ranks.
 
     Packs stay on the rank that drew them, unless the step becomes shorter by more than 1 % if they are dealt anew.
-
-    ``coupled``: whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th
-    micro-batches should cost the same; otherwise only their sums.
     """
 
     inside: tuple[str, ...]  # encoders that each rank runs in its forwards, for the items of its packs
+    # whether data-parallel ranks wait for each other in each layer (FSDP, experts). Then their n-th micro-batches
+    # should cost the same; otherwise only their sums
     coupled: bool
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
@@ -43,11 +42,7 @@ class CostOrder:
 
 
 def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: bool) -> list[np.ndarray]:
-    """Return the packs that each lane runs, in order; each lane has equally many.
-
-    ``work`` and ``load`` ``[packs]`` are seconds in the foundation and in the encoders, lane by lane as packs were
-    drawn.
-    """
+    """Return the packs of each lane, equally many, in order; seconds are lane by lane as packs were drawn."""
     drawn = list(np.arange(len(work)).reshape(num_lanes, -1))
     nothing = [0.0] * len(work)
     candidates = [drawn]
@@ -62,10 +57,7 @@ def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: 
 
 
 def evened(cost: np.ndarray, lanes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Swap packs between the most and the least expensive lane while that brings the two together.
-
-    ``cost`` is ``[packs]``; ``lanes`` has the packs of each lane. Lanes keep their numbers of packs.
-    """
+    """Swap packs between the most and the least expensive lane while that brings the two together."""
     lanes = [packs.copy() for packs in lanes]
     sums = np.array([cost[packs].sum() for packs in lanes])
     for _ in range(_SWAPS_PER_LANE * len(lanes)):

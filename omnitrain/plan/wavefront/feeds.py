@@ -10,18 +10,16 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Feeder:
-    """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other.
+    """One data-parallel rank (or group) of a section: it encodes the samples of some lanes, one after the other."""
 
-    ``forward``: ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes.
-    ``backward``: ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none.
-    ``encode_twice``: it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter.
-    """
-
+    # ``[samples]`` seconds of the forward; 0: the sample has nothing that this section encodes
     forward: Sequence[float]
+    # ``[samples]`` seconds of the backward; 0: the section is frozen, or the sample needs none
     backward: Sequence[float]
     lanes: tuple[int, ...]  # the lanes that it feeds
     slots: int = 2  # samples of one lane whose features may wait or be on their way
     in_flight: int | None = None  # trained samples whose activations it may keep. None: any number
+    # it keeps no activations; each backward repeats the forward, so ``in_flight`` does not matter
     encode_twice: bool = False
 
     @cached_property

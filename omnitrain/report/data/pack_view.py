@@ -64,10 +64,7 @@ Piece = TokenView | ItemView | GapView
 
 @dataclass(frozen=True)
 class SampleView:
-    """A sample of a pack.
-
-    ``others``: media of the row that have no tokens of their own in the pack, as the foundation's forward reads them.
-    """
+    """A sample of a pack."""
 
     row: Row  # its data row
     start: int  # index of its first token in the pack
@@ -75,6 +72,7 @@ class SampleView:
     predicted: Mapping[str, int]  # name of a loss -> tokens that are predicted
     positions: tuple[tuple[int, int], ...]  # first and last position of each axis
     pieces: tuple[Piece, ...]  # its tokens and media, in order
+    # media of the row that have no tokens of their own in the pack, as the foundation's forward reads them
     others: tuple[MediaPart, ...]
 
     @property
@@ -95,15 +93,13 @@ class SampleView:
 
 @dataclass(frozen=True)
 class PackView:
-    """A pack.
-
-    ``lanes``: ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it.
-    """
+    """A pack."""
 
     samples: tuple[SampleView, ...]  # its samples, in order
     num_tokens: int  # its length
     capacity: int  # the most tokens that a pack holds
     predicted: Mapping[str, int]  # name of a loss -> tokens that are predicted
+    # ``predicted text``, ``NAME reads``, ``NAME writes`` -> first token of each run, and the one after it
     lanes: Mapping[str, Sequence[tuple[int, int]]]
     position_ids: np.ndarray  # ``[axes, T]``
 

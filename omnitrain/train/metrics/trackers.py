@@ -29,12 +29,10 @@ Part = str | Path  # a text, or the file of an image, a sound or a video
 
 @dataclass(frozen=True)
 class ShownSample:
-    """An answer to a held-out row, as a run shows it in files and trackers.
-
-    ``roles``: ``prompt``, ``answer`` and ``reference`` (empty if the row has none) -> its parts.
-    """
+    """An answer to a held-out row, as a run shows it in files and trackers."""
 
     name: str  # the source, and the number of the row in it
+    # ``prompt``, ``answer`` and ``reference`` (empty if the row has none) -> its parts
     roles: Mapping[str, Sequence[Part]]
 
 

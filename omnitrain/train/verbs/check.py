@@ -45,12 +45,7 @@ from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
 from omnitrain.recipe.tree import require_heads
 from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
-from omnitrain.train.build_from_recipe import (
-    build_from_recipe,
-    build_without_tokenizer,
-    require_ops,
-    use_own_functions,
-)
+from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops, use_own_functions
 from omnitrain.train.callbacks import Callbacks, load_callbacks
 from omnitrain.train.device import compute_dtype, machines_for, mixed_precision, require_devices, use_device
 from omnitrain.train.epochs import counts_samples, in_steps
@@ -58,13 +53,7 @@ from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.display import (
-    quiet_libraries,
-    show_components,
-    show_contract,
-    show_own_head,
-    show_unused,
-)
+from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_own_head, show_unused
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.prepare import show_unread, spared

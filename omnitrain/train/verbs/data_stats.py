@@ -40,12 +40,7 @@ def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, ro
         for source, overlong in zip(sources, resolved.data.overlong_of_sources(), strict=True):
             found: list[Measured] = []
             rows_of_source = measure(
-                source,
-                processor,
-                most=rows,
-                budget=budget,
-                overlong=overlong,
-                without_tails=contract.without_tails,
+                source, processor, most=rows, budget=budget, overlong=overlong, without_tails=contract.without_tails
             )
             for row in rows_of_source:
                 found.append(row)

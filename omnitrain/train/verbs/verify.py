@@ -77,14 +77,7 @@ def verify(
         require_ranks(nproc)
         model_factory = _factory(model_factory, model_of(model_factory, "meta"), nproc, memory)
     return verify_model(
-        model_factory,
-        samples,
-        layouts,
-        nproc=nproc,
-        tolerance=tolerance,
-        timeout_s=timeout_s,
-        pool=pool,
-        memory=memory,
+        model_factory, samples, layouts, nproc=nproc, tolerance=tolerance, timeout_s=timeout_s, pool=pool, memory=memory
     )
 
 

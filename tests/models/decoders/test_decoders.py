@@ -207,7 +207,7 @@ def test_settings_that_do_not_fit_name_the_decoder_and_the_allowed_values() -> N
     with pytest.raises(UserError, match=r"model\.decoders\.decoder: .*multiple of 2"):
         decoder(JANUS_VQ, image_size=7)
     with pytest.raises(UserError, match=r"model\.decoders\.decoder: .*image_size"):
-        decoder(JANUS_VQ)
+        decoder(IMAGE_TOKENIZERS["emu3"])
     with pytest.raises(UserError, match="no media tokenizer"):
         decoder(
             {

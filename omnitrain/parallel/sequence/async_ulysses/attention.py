@@ -36,16 +36,14 @@ from omnitrain.torch_private import has_hooks, tree_iter, tree_map
 
 @dataclass(frozen=True)
 class Input:
-    """A projection of hidden states.
-
-    ``heads_first``: whether the gradient of the norm's output is heads-first in memory in the unmodified module; the
-    sums of the norm's weight gradient must have the same order.
-    """
+    """A projection of hidden states."""
 
     linear: str  # name of the linear layer
     is_key: bool  # whether its output features are concatenated key heads, instead of query heads
     norm: str = ""  # name of the norm after it; empty: none
     norm_width: int = 0  # last dim of its input
+    # whether the gradient of the norm's output is heads-first in memory in the unmodified module; the sums of the
+    # norm's weight gradient must have the same order
     heads_first: bool = False
 
 
