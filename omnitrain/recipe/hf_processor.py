@@ -15,6 +15,7 @@ _UNNAMED = (
     ("image_processor_type", "SiglipImageProcessor"),
     ("image_processor_type", "Qwen2VLImageProcessor"),
     ("feature_extractor_type", "WhisperFeatureExtractor"),
+    ("feature_extractor_type", "Wav2Vec2FeatureExtractor"),
 )
 
 

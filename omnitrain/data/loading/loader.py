@@ -163,6 +163,7 @@ class StepLoader:
             options.without_tails,
             data.overlong_of_sources(),
             dropped=partial(dropped_kinds, data.condition_dropout, options.seed),
+            seed=options.seed,
         )
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.

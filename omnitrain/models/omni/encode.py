@@ -84,7 +84,7 @@ class EncodedPack:
         pack: the samples, long enough for all ranks that share them.
         work: this rank's work in the micro-batch.
         media: features for the foundation's input, for the tokens that are on this rank.
-        labels: decoder name -> ``[n]`` int64, of the whole pack.
+        labels: decoder name -> ``[n, ...]``, of the whole pack.
         idle: results of calls without data. They enter the loss with a factor of zero.
     """
 
@@ -281,7 +281,7 @@ def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
     It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
     """
     states = hidden[0, :1].detach().requires_grad_()
-    return decoder.lm_head(states, torch.zeros(1, dtype=torch.long, device=hidden.device)).sum
+    return decoder.lm_head(states, to_device(decoder.minimal_labels(), hidden.device)).sum
 
 
 def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:

@@ -28,6 +28,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatur
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
+from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing
@@ -54,6 +55,7 @@ from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -432,6 +434,7 @@ for _config, _model in (
     (AudioEncoderConfig, AudioEncoder),
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
+    (FlowDecoderConfig, FlowDecoder),
 ):
     AutoModel.register(_config, _model)
 

@@ -125,11 +125,7 @@ def complete_schedule(
 
 
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return only the forwards and backwards of a step, also without a pipeline.
-
-    ``settings``: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
-    ``num_ranks``: number of pipeline ranks. ``num_micro_batches``: number of micro-batches of the step on each rank.
-    """
+    """Return only the forwards and backwards of a step; ``settings`` None: there is no pipeline."""
     if settings is None or (num_ranks == 1 and not settings.overlap):
         return accumulate(num_micro_batches)
     return _generated(_sizes(settings, num_ranks, num_micro_batches))
@@ -182,10 +178,7 @@ def units_by_stage(
 
 
 def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:
-    """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
-
-    They are the same on all stages that hold the parameter, and would count once for each of them.
-    """
+    """Let one stage alone keep earlier gradients before a backward: :func:`add_up_over_stages` then adds them once."""
     for name, parameter in shared.items():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
             parameter.grad.zero_()

@@ -102,13 +102,8 @@ _OTHERS_SECONDS = 60.0  # in which writers of other ranks finish, although their
 class Saver:
     """Saves the checkpoints of a run. All ranks make one, and call its methods together.
 
-    Args:
-        run: folder of the run.
-        ranks: ranks of the run.
-        model: the model, sharded or not; adapters are written to separate files.
-        processor: processor of the model.
-        optimizers: folder -> optimizer of its trained parameters, or their averages.
-        in_background: let a process of its own write, where :meth:`save` need not wait.
+    ``optimizers``: folder -> optimizer of its trained parameters, or their averages. ``in_background``: let a process
+    of its own write, where :meth:`save` need not wait.
     """
 
     def __init__(
