@@ -30,20 +30,7 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
     if not np.size(given["input_ids"]):
         raise UserError(f"sample {index} has no tokens; remove it")
     if _is_read_in_forward(native, given, index):
-        ids, labels = (np.asarray(given[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
-        known, trained = native.forward_arguments, labels != IGNORED
-        if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():
-            raise UserError(f"sample {index}: each label must be the input id of its token, or {IGNORED}")
-        return Sample(
-            id=str(index),
-            source="samples",
-            input_ids=ids,
-            loss_mask=trained,
-            position_ids=np.arange(ids.size),
-            index=index,
-            token_inputs={n: values for n, values in native.extras(ids, trained).items() if n not in known},
-            forward_inputs={name: np.asarray(value) for name, value in given.items() if name in known},
-        )
+        return _of_forward(native, given, index)
     if (mask := given.get("attention_mask")) is not None and not np.all(mask):
         raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
     collator = OmniDataCollatorWithPacking(native_inputs(native))
@@ -52,6 +39,24 @@ def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> 
         return collator.sample(taken | {"id": f"{index}", "source": "samples"}, index)
     except ValueError as error:
         raise UserError(f"sample {index}: {error}") from error
+
+
+def _of_forward(native: Discovery, given: Mapping[str, Any], index: int) -> Sample:
+    """Return a sample that the model's own forward reads, with all arguments that it takes."""
+    ids, labels = (np.asarray(given[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
+    known, trained = native.forward_arguments, labels != IGNORED
+    if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():
+        raise UserError(f"sample {index}: each label must be the input id of its token, or {IGNORED}")
+    return Sample(
+        id=str(index),
+        source="samples",
+        input_ids=ids,
+        loss_mask=trained,
+        position_ids=np.arange(ids.size),
+        index=index,
+        token_inputs={n: values for n, values in native.extras(ids, trained).items() if n not in known},
+        forward_inputs={name: np.asarray(value) for name, value in given.items() if name in known},
+    )
 
 
 def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
