@@ -26,7 +26,7 @@ from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
-from omnitrain.recipe.save import require_heads
+from omnitrain.recipe.tree import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops, use_own_functions
 from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.metrics.console import console

@@ -29,8 +29,8 @@ from omnitrain.models.hf.load import (
 )
 from omnitrain.models.omni.build import build_omni_model, omni_config_at
 from omnitrain.models.omni.encode import with_all_inputs
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.low_bit import require_state_format
@@ -43,7 +43,7 @@ from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, Model, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
-from omnitrain.recipe.save import require_heads
+from omnitrain.recipe.tree import require_heads
 from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops, use_own_functions
 from omnitrain.train.callbacks import Callbacks, load_callbacks

@@ -15,8 +15,8 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork, call_component
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from tests.tiny import FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
 
