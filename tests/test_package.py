@@ -59,8 +59,8 @@ def test_a_name_that_no_code_needs_any_more_says_to_leave_it_out(name: str) -> N
         getattr(omnitrain, name)
 
 
-def test_at_most_27_names_are_at_the_top() -> None:
-    assert len(omnitrain.__all__) <= 27
+def test_at_most_28_names_are_at_the_top() -> None:
+    assert len(omnitrain.__all__) <= 28
 
 
 @pytest.mark.parametrize("module", OLD_NAMES)

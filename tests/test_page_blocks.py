@@ -37,8 +37,9 @@ ELSEWHERE = {
     "parallel.md": {0: "tests/parallel/test_parallel_page.py", 1: "tests/parallel/test_parallel_page.py"},
     "python.md": {
         0: "tests/train/test_python_page.py",
-        1: "tests/train/test_python_page.py",
-        2: "tests/models/omni/test_hf_batch.py",
+        1: "tests/parallel/test_own_loop.py",
+        2: "tests/train/test_python_page.py",
+        3: "tests/models/omni/test_hf_batch.py",
     },
     "recipes.md": {2: "tests/train/test_plugins.py"},
 }

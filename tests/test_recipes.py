@@ -138,6 +138,17 @@ def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 17
 
 
+def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    small = {"image_size": 8, "flow.width": 16, "flow.depth": 1, "flow.num_steps": 2}
+    decoder = [f"model.decoders.image_decoder.{key}={value}" for key, value in small.items()]
+    data = [f"data.{part}=[{{path: {tiny['drawings']}}}]" for part in ("train", "heldout")]
+    parts = (f"model.foundation={tiny['qwen3']}", *decoder, *data, "evaluation.max_new_tokens=6")
+    assert run("text_to_latents", tmp_path, *parts) == {"foundation", "image_decoder"}
+    assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 4
+
+
 def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str, str], tmp_path: Path) -> None:
     parts = (f"model.foundation={tiny['llama']}", f"model.encoders.image_encoder.tower={tiny['qwen2_5_vl']}")
     moved = run("qwen_tower", tmp_path, *parts, f"data.train=[{{path: {tiny['images']}}}]")
@@ -336,5 +347,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
-    run_here |= {"text_to_image", "two_towers"}
+    run_here |= {"text_to_image", "text_to_latents", "two_towers"}
     assert set(list_recipes()) == run_here | {"quickstart"}

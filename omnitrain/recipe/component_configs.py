@@ -74,6 +74,37 @@ class TokenDecoderConfig(PreTrainedConfig):
     of_foundation: dict | None = None
 
 
+class FlowDecoderConfig(PreTrainedConfig):
+    """Config of ``FlowDecoder``: of the model that makes latents of media, as a dict.
+
+    Attributes:
+        hidden_size: hidden size of the foundation.
+        image_size: side of target images, pixels.
+        width: of the velocity network.
+        depth: its number of blocks.
+        num_steps: steps of the integration from noise to a latent.
+        initializer_range: standard deviation of the fresh weights.
+    """
+
+    model_type = "omnitrain_flow_decoder"
+
+    tokenizer: dict | None = None
+    hidden_size: int = 0
+    image_size: int | None = None
+    width: int = 256
+    depth: int = 3
+    num_steps: int = 16
+    initializer_range: float = 0.02
+
+
+class PatchCodecConfig(PreTrainedConfig):
+    """Config of ``PatchCodec``; ``patch_size``: side of the square of pixels that is one token."""
+
+    model_type = "omnitrain_patches"
+
+    patch_size: int = 4
+
+
 class MelVQConfig(PreTrainedConfig):
     """Config of ``MelVQ``, with everything that ``log_mel`` needs, so that data workers need no weights."""
 
@@ -92,7 +123,16 @@ class MelVQConfig(PreTrainedConfig):
 
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
     config.model_type: config
-    for config in (OmniConfig, VisionEncoderConfig, AudioEncoderConfig, TeacherConfig, TokenDecoderConfig, MelVQConfig)
+    for config in (
+        OmniConfig,
+        VisionEncoderConfig,
+        AudioEncoderConfig,
+        TeacherConfig,
+        TokenDecoderConfig,
+        FlowDecoderConfig,
+        MelVQConfig,
+        PatchCodecConfig,
+    )
 }
 for _model_type, _config in CONFIGS.items():
     AutoConfig.register(_model_type, _config)

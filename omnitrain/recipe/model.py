@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from omnitrain.recipe.hf_config import check_hf_config_keys
-from omnitrain.recipe.hf_processor import check_hf_processor_keys
+from omnitrain.recipe.hf_config import check_hf_config_keys, check_hf_processor_keys
 from omnitrain.recipe.strict import Idle, Problem, Strict
 
 
@@ -69,13 +68,25 @@ class Encoder(Strict):
     tower, or one derived from the tower's config."""
 
 
+class Flow(Strict):
+    """The velocity network of a decoder that writes latents, and how it generates."""
+
+    width: int = Field(256, ge=1)
+    """Width of the network."""
+    depth: int = Field(3, ge=1)
+    """Number of its residual blocks."""
+    num_steps: int = Field(16, ge=1)
+    """Euler steps from noise to a latent, in generation."""
+
+
 class Decoder(Strict):
-    """A modality that the model writes as discrete tokens of a frozen tokenizer."""
+    """A modality that the model writes as tokens of a frozen tokenizer: codes, or latents."""
 
     tokenizer: Source | None = None
-    """The frozen media tokenizer: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec, DAC, Mimi)
-    or omnitrain's mel-VQ for audio. A string is short for {path: ...}. Unset: the one of the foundation, with the
-    embedding and the head that the foundation has for its codes (Janus)."""
+    """The frozen media tokenizer. Codes: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec,
+    DAC, Mimi) or omnitrain's mel-VQ for audio. Latents: omnitrain's patches of pixels. A string is short for
+    {path: ...}. Unset: the one of the foundation, with the embedding and the head that the foundation has for its codes
+    (Janus)."""
     image_size: int | None = Field(None, ge=1)
     """Side of the square target images, in pixels. Images only. Unset: the only size of the tokenizer (Janus)."""
     image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)
@@ -85,6 +96,8 @@ class Decoder(Strict):
     """Number of codebooks of a residual codec to model, flattened in time order."""
     max_tokens: int = Field(1024, ge=1)
     """Maximum number of tokens to generate for one item."""
+    flow: Flow = Field(default_factory=Flow)
+    """How a tokenizer's latents are predicted. Codes do not use it."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the one size, if there are several."""

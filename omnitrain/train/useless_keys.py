@@ -8,11 +8,10 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import UserError
-from omnitrain.models.decoders.media_tokenizers import settings_of
-from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.weights import experts_in
-from omnitrain.recipe import Recipe
+from omnitrain.recipe import Decoder, Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
 from omnitrain.recipe.strict import Idle, idle_problems
 from omnitrain.recipe.suggest import hint
@@ -23,6 +22,7 @@ _KINDS = {"image": "images_kwargs", "video": "videos_kwargs", "audio": "audio_kw
 def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> None:
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
+    idle += _of_sampling(recipe, model)
     unknown = [*_impossible_sizes(recipe, model), *_unknown_components(recipe, processor)]
     if problems := [*idle_problems(recipe, idle), *unknown]:
         raise UserError(*dict.fromkeys(problems))
@@ -37,6 +37,12 @@ def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
                 raise UserError("text has no size; leave it out")
         except UserError as error:
             yield f"evaluation.sampling.{name}.size: {error}"
+
+
+def _of_sampling(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
+    for name, decoder in model.decoders.items():
+        for key in sorted(decoder.unused_sampling) if recipe.evaluation else ():
+            yield Idle(f"evaluation.sampling.{name}.{key}", f"but {type(decoder).__name__} does not use it; remove it")
 
 
 def _unknown_components(recipe: Recipe, processor: OmniProcessor) -> Iterator[str]:
@@ -60,9 +66,9 @@ def _of_parts(recipe: Recipe, model: OmniModel) -> Iterator[Idle]:
             yield Idle(f"model.encoders.{name}.{key}", "but a sound has no pixels; remove it")
     for name in recipe.model.decoders:
         decoder = model.decoders[name]
-        assert isinstance(decoder, TokenDecoder)
+        assert isinstance(decoder, CodecDecoder)
         kind = type(decoder.tokenizer).__name__
-        for key in {"image_size", "image_sizes", "num_codebooks", "max_tokens"} - settings_of(decoder.codec):
+        for key in Decoder.model_fields.keys() - {"tokenizer"} - decoder.settings:
             yield Idle(f"model.decoders.{name}.{key}", f"but a decoder with {kind} does not use it; remove it")
 
 

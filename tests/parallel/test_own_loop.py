@@ -94,7 +94,7 @@ def trained_by_the_page(word: str, folder: Path) -> list[str]:
     state = init_state_of(plan)
     model = ot.build_parallelize_model(any_to_any().train(), parallel_plan=plan, **PLAIN)
     names: dict[str, object] = {}
-    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0].replace("AdamW", "SGD"), names)
+    exec(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1].replace("AdamW", "SGD"), names)
     own = [ot.Pack.from_samples([sample]) for sample in samples()] if state.section == MAIN else []
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         names["train"](model, own, epochs=1, rate=1.0, packs_per_step=3)

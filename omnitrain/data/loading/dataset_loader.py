@@ -47,6 +47,7 @@ class MakeBatches:
     max_tokens: int | None  # longer samples are rejected; None: no limit
     pack_tokens: int | None  # make packs of at most so many tokens; None: one micro-batch of all rows
     without_tails: bool
+    alone: bool = False  # micro-batches have one row each
 
     def __call__(self, rows: Sequence[tuple[int, Any]]) -> MicroBatches:
         """Make micro-batches of rows with their positions in the global data order."""
@@ -61,7 +62,11 @@ class MakeBatches:
             if not isinstance(one, Rejected)
             for piece in (one.pieces if isinstance(one, Sample) else [one])  # a long document has several
         ]
-        groups = [kept] if self.pack_tokens is None else packed(kept, self.pack_tokens)
+        groups: Iterable[list[tuple[int, Any]]] = [kept]
+        if self.alone:
+            groups = [[one] for one in kept]
+        elif self.pack_tokens is not None:
+            groups = packed(kept, self.pack_tokens)
         return MicroBatches(tuple(map(self._collated, filter(None, groups))), rejected)
 
     def _prepared(self, index: int, row: Any) -> Any:
@@ -183,6 +188,7 @@ class DatasetLoader:
         seed: int = 0,
         max_tokens: int | None = None,
         without_tails: bool = False,
+        alone: bool = False,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
@@ -204,6 +210,7 @@ class DatasetLoader:
             seed: seed of the order, and of what workers draw.
             max_tokens: with a processor, samples that are longer are skipped.
             without_tails: with a processor, see :meth:`Sample.without_tail`.
+            alone: make micro-batches of one row each, for a model that cannot keep several samples apart.
             rank: ``dp_rank`` of the parallel state; required on several ranks.
             ranks: ``dp_size`` of it.
 
@@ -232,7 +239,7 @@ class DatasetLoader:
         if pack_tokens is not None and not isinstance(collate, OmniDataCollatorWithPacking):
             raise UserError("collate_fn: with pack_tokens it must be an OmniDataCollatorWithPacking, or not be given")
         most = max_tokens if pack_tokens is None else min(pack_tokens, max_tokens or pack_tokens)
-        self._make = MakeBatches(processor, collate, most, pack_tokens, without_tails)
+        self._make = MakeBatches(processor, collate, most, pack_tokens, without_tails, alone)
         self.epoch = self.steps = 0
         self.rejected: dict[str, Rejected] = {}
         self._failures = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Si
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, overload
@@ -30,6 +31,7 @@ from omnitrain.errors import DataError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
 from omnitrain.recipe import Data
 from omnitrain.recipe.data import Overlong
+from omnitrain.recipe.suggest import hint
 
 _PACKS_AHEAD = 4
 # Arguments of VeOmni's function of this name that have no effect here.
@@ -161,6 +163,7 @@ class StepLoader:
             options.without_tails,
             data.overlong_of_sources(),
             dropped=partial(dropped_kinds, data.condition_dropout, options.seed),
+            seed=options.seed,
         )
         if data.weights_by == "tokens" and not start.tokens_per_draw:
             # One rank measures: a file that only some ranks cannot read must not give them another order.
@@ -350,8 +353,15 @@ def build_dataloader(
             f"{', '.join(foreign)}: arguments of another library; remove them, and pass pack_tokens=, the most tokens "
             "of a pack, or micro_batch_size=, its rows"
         )
-    if not isinstance(data, Data):
-        return DatasetLoader(data, processor, **options)
+    if isinstance(data, Data):
+        processor = _required(processor, options)
+        return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))
+    _require_known(options, DatasetLoader)
+    return DatasetLoader(data, processor, **options)
+
+
+def _required(processor: OmniProcessor | None, options: Mapping[str, Any]) -> OmniProcessor:
+    """Return the processor, which the ``data`` of a recipe needs, or raise UserError, also for other options."""
     if processor is None:
         raise UserError("processor: the `data` of a recipe needs an OmniProcessor, which turns its rows into samples")
     if given := sorted({"micro_batch_size", "pack_tokens", "global_batch_size", "collate_fn"} & options.keys()):
@@ -359,4 +369,11 @@ def build_dataloader(
             f"{given[0]}: the `data` of a recipe fills packs up to data.pack_tokens, `slots` packs in a step; for a "
             "fixed number of rows pass one data set, as ot.data.open_sources(recipe.data.train)[0]"
         )
-    return StepLoader(open_sources(data.train), processor, data, LoaderOptions(**options))
+    _require_known(options, LoaderOptions)
+    return processor
+
+
+def _require_known(options: Mapping[str, Any], loader: Callable[..., Any]) -> None:
+    known = signature(loader).parameters.keys() - {"dataset", "processor"}
+    if unknown := sorted(options.keys() - known):
+        raise UserError(f"{unknown[0]}: build_dataloader has no such argument for this data; {hint(unknown[0], known)}")

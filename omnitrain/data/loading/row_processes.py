@@ -47,16 +47,17 @@ class PreparedRows:
         overlong: Sequence[Overlong] | None = None,
         may_ask: bool = False,
         dropped: Callable[[int], frozenset[str]] | None = None,
+        seed: int = 0,
     ) -> None:
         """Prepare the rows of ``sources``; each process keeps ``cached`` samples.
 
-        ``overlong``: of each data set; ``dropped``: what the condition of an index's sample loses. Further arguments:
-        see :func:`~omnitrain.data.render.processor.sample_within`.
+        ``overlong``: of each data set; ``dropped``: what the condition of an index's sample loses; ``seed``: of the
+        run. Further arguments: see :func:`~omnitrain.data.render.processor.sample_within`.
         """
         self.sources, self.processor, self.budget, self.cached = sources, processor, budget, cached
         self.overlong = overlong or ["drop"] * len(sources)
         self._options = {"without_tail": without_tails, "may_ask": may_ask}
-        self._dropped = dropped
+        self._dropped, self._seed = dropped, seed
         self.on_read: Callable[[Row], None] | None = None  # called with each row that is read, before its media are
 
     def seconds(self, source: int) -> float | None:
@@ -77,10 +78,10 @@ class PreparedRows:
             prepared = self._prepared(source, row, self._dropped(index) if self._dropped else frozenset())
         except UserError as error:
             return error
-        if isinstance(prepared, Sample) and prepared.more:
-            more = tuple(dataclasses.replace(piece, index=index) for piece in prepared.more)
-            prepared = dataclasses.replace(prepared, more=more)
-        return dataclasses.replace(prepared, index=index)
+        if isinstance(prepared, Rejected):
+            return dataclasses.replace(prepared, index=index)
+        more = tuple(dataclasses.replace(piece, index=index, seed=self._seed) for piece in prepared.more)
+        return dataclasses.replace(prepared, index=index, seed=self._seed, more=more)
 
     @functools.cached_property  # built at the first use, because a cache cannot be pickled to another process
     def _prepared(self) -> Any:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from omnitrain.data.packing.sample import MediaSpan, Sample
-from omnitrain.ops.device import to_device
+from omnitrain.data.packing.sample import SEEDS, Features, MediaSpan, Sample
+from omnitrain.ops.device import mixed_seed, to_device
 
 IGNORED = -100
 
@@ -130,6 +130,18 @@ class Pack:
             forward_inputs={name: to_device(tensor, device) for name, tensor in self.forward_inputs.items()},
         )
 
+    def followed_by(self, text: Pack) -> Pack:
+        """Return the pack with further samples without media or labels at its end, which train nothing."""
+        tokens = {name: torch.cat([own, text.token_inputs[name]], dim=-1) for name, own in self.token_inputs.items()}
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, text.input_ids], dim=-1),
+            position_ids=torch.cat([self.position_ids, text.position_ids], dim=-1),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1] + text.cu_seqlens[1:]]),
+            token_inputs=tokens,
+            info=PackInfo(**{name: own + getattr(text.info, name) for name, own in vars(self.info).items()}),
+        )
+
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
         """Concatenate samples, sorted by length; ValueError: there are none, or they cannot share a pack."""
@@ -142,7 +154,7 @@ class Pack:
         text_rows = [start + tokens for start, tokens in zip(offsets, predicting, strict=False)]
         text_labels = [sample.input_ids[tokens + 1] for tokens, sample in zip(predicting, ordered, strict=True)]
         media = [
-            _PackedSpan(i, sample.id, start + span.positions, span)
+            _PackedSpan(i, sample, start + span.positions, span)
             for i, (start, sample) in enumerate(zip(offsets, ordered, strict=False))
             for span in sample.spans
         ]
@@ -164,10 +176,20 @@ class Pack:
 
 
 class _PackedSpan(NamedTuple):
-    sample: int  # index in the pack
-    id: str  # of the sample
+    place: int  # of the sample in the pack
+    sample: Sample
     positions: np.ndarray
     span: MediaSpan
+
+    @property
+    def features(self) -> Features:
+        """Those of the item, with its seeds."""
+        features, sample = self.span.item.features, self.sample
+        if SEEDS not in features:
+            return features
+        seed = mixed_seed(sample.seed, sample.index, sample.piece, self.span.start)
+        seeds = np.uint64(seed) + np.arange(self.span.item.num_tokens, dtype=np.uint64)  # wraps around
+        return features | {SEEDS: seeds.view(np.int64)}
 
 
 def _check_alike(samples: Sequence[Sample]) -> None:
@@ -202,7 +224,7 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
     return MediaBatch(
         groups=tuple(map(_media_group, groups)),
         positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
-        samples=tuple(entry.sample for entry in ordered),
+        samples=tuple(entry.place for entry in ordered),
     )
 
 
@@ -213,13 +235,12 @@ def _stacking_key(entry: _PackedSpan) -> tuple[Any, ...]:
 
 
 def _media_group(spans: list[_PackedSpan]) -> MediaGroup:
-    items = [entry.span.item for entry in spans]
-    names = items[0].features
+    items = [entry.features for entry in spans]
     return MediaGroup(
-        features={name: torch.from_numpy(np.concatenate([item.features[name] for item in items])) for name in names},
-        num_rows={name: tuple(len(item.features[name]) for item in items) for name in names},
-        num_tokens=tuple(item.num_tokens for item in items),
-        samples=tuple(entry.id for entry in spans),
+        features={name: torch.from_numpy(np.concatenate([item[name] for item in items])) for name in items[0]},
+        num_rows={name: tuple(len(item[name]) for item in items) for name in items[0]},
+        num_tokens=tuple(entry.span.item.num_tokens for entry in spans),
+        samples=tuple(entry.sample.id for entry in spans),
     )
 
 

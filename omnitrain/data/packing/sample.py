@@ -12,6 +12,10 @@ import numpy as np
 
 Features = dict[str, np.ndarray]
 
+# Array of an item, ``[num_tokens]`` int64: a seed for each token, for components that draw. The adapter gives zeros; a
+# pack has a function of the run's seed, of the sample's position in the global data order, and of the token's in it.
+SEEDS = "seeds"
+
 # Prefix of the component names of native modalities: ``foundation.image``, ...
 NATIVE_PREFIX = "foundation."
 
@@ -64,6 +68,7 @@ class Sample:
     position_ids: np.ndarray  # `[T]` int64, or `[axes, T]` for a foundation with several position axes (M-RoPE)
     spans: tuple[MediaSpan, ...] = ()  # media spans, in order of `start`
     index: int = 0  # position in the global data order. Negative: the sample is a stand-in that is not in the data
+    seed: int = 0  # of the run, for `SEEDS`
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)  # per-token arguments of the forward, [T] each
     forward_inputs: Features = field(default_factory=dict)  # of the foundation's own forward, which reads it alone
     num_inputs: int | None = None  # of first tokens that the model gets; later ones are labels at most; None: all

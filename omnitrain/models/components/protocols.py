@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -51,38 +52,69 @@ class EncoderMixin(ComponentMixin):
         raise NotImplementedError
 
 
+Token = int | list[float]
+"""One token of a medium: a code, or the channels of a latent."""
+
+
+class Draw(Protocol):
+    """Draws the next token of ``n`` sequences, with the sampling that is asked for.
+
+    With guidance, ``copies`` is 2: states without the condition follow those with it. Else it is 1. The random numbers
+    of a sequence depend on the seed and its number alone.
+    """
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return tokens ``[copies * n]`` int64 for logits ``[copies * n, classes]``."""
+
+    def guided(self, values: torch.Tensor) -> torch.Tensor:
+        """Return ``u + guidance * (c - u)``, ``[n, ...]``, of ``c`` and ``u``, ``[copies * n, ...]``."""
+
+    def noise(self, width: int) -> torch.Tensor:
+        """Return fresh standard normal numbers ``[n, width]`` fp32."""
+
+
 class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
+
+    unused_sampling: ClassVar[frozenset[str]] = frozenset()  # keys of ``Sampling`` without an effect on it
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.
 
-        And their labels, ``[sum(num_tokens)]`` int64. Items are concatenated along dim 0, with ``num_tokens`` each.
+        And their labels, ``[sum(num_tokens), ...]`` of any dtype: codes, or floats, to which no gradient goes.
+        Items are concatenated along dim 0, with ``num_tokens`` each. Random numbers must be functions of the ``seeds``
+        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.noise`), so that any ranks draw the
+        same ones; those that the loss needs belong to the labels.
         """
         raise NotImplementedError
 
     def lm_head(self, hidden: torch.Tensor, labels: torch.Tensor) -> LossTerm:
-        """Return the loss of predicting ``labels`` ``[n]`` from the hidden states before them, ``[n, hidden]``."""
+        """Return the loss of predicting ``labels`` ``[n, ...]`` from the hidden states before them, ``[n, hidden]``."""
         raise NotImplementedError
 
-    def lm_embed(self, hidden: torch.Tensor, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each sequence from the states that predict it, ``[batch, hidden]``.
+    def minimal_labels(self) -> torch.Tensor:
+        """Return labels of one token, for a rank without targets."""
+        return torch.zeros(1, dtype=torch.long)
 
-        ``sample``: ``logits [batch, classes] -> tokens [batch]``. Returns embeddings, like states, and tokens (int64).
+    def lm_embed(self, hidden: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the next token of each sequence from the states that predict it, ``[copies * n, hidden]``.
+
+        Returns embeddings ``[n, hidden]`` of the drawn tokens, and the tokens: codes ``[n]`` int64, or values
+        ``[n, channels]``; rows after the first ``n`` are not used.
         """
         raise NotImplementedError
 
-    def is_complete(self, tokens: list[int]) -> bool:
-        """Whether ``tokens`` are a complete item."""
+    def is_complete(self, tokens: Sequence[Any]) -> bool:
+        """Whether ``tokens`` (each a :data:`Token`) are a complete item."""
         raise NotImplementedError
 
-    def next_classes(self, tokens: list[int], size: str | None) -> range | None:
+    def next_classes(self, tokens: list[Any], size: str | None) -> range | None:
         """Return classes after ``tokens`` of an item; None: all. UserError: it cannot write ``size`` (``320x192``)."""
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
         return None
 
-    def lm_generate(self, tokens: list[int]) -> Any:
+    def lm_generate(self, tokens: list[Any]) -> Any:
         """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
         raise NotImplementedError
 

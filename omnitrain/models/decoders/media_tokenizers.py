@@ -92,22 +92,24 @@ def _require_settings(model: PreTrainedModel, *settings: tuple[str, ...]) -> Non
         )
 
 
-class _ImageTargetAdapter(ComponentAdapter):
+class ImageTargetAdapter(ComponentAdapter):
     """Convert images to ``pixel_values`` ``[1, channels, size, size]`` in [-1, 1]."""
 
     modalities = ("image",)
 
     def __init__(self, size: int, num_tokens: int) -> None:
+        """``size``: side, pixels."""
         self.size, self.num_tokens = size, num_tokens
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        """Return the features of an image of any size, and its number of tokens."""
         image = media.convert("RGB")
         if image.size != (self.size, self.size):
             image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
-        return {"pixel_values": _pixels(image)[None]}, self.num_tokens
+        return {"pixel_values": pixels_of(image)[None]}, self.num_tokens
 
 
-def _pixels(image: Image.Image) -> np.ndarray:
+def pixels_of(image: Image.Image) -> np.ndarray:
     """Return the values of an RGB image, float32 ``[3, height, width]`` in [-1, 1]."""
     return np.ascontiguousarray(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 127.5 - 1)
 
@@ -124,7 +126,7 @@ class _SizedTargetAdapter(ComponentAdapter):
         image = media.convert("RGB")
         which = min(range(len(self.sizes)), key=lambda place: _difference(image.size, self.sizes[place]))
         fitted = ImageOps.fit(image, self.sizes[which], Image.Resampling.BICUBIC)
-        return {"pixel_values": _pixels(fitted).reshape(-1), "size": np.array([which])}, self.lengths[which]
+        return {"pixel_values": pixels_of(fitted).reshape(-1), "size": np.array([which])}, self.lengths[which]
 
 
 def _difference(size: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
@@ -159,7 +161,11 @@ def _takes_rows(model: PreTrainedModel) -> bool:
 def _decoded(model: PreTrainedModel, codes: torch.Tensor) -> Image.Image:
     """Decode codes ``[rows, columns]`` to an RGB image."""
     codes = codes[None] if _takes_rows(model) else codes.view(1, -1)
-    pixels = model.decode(codes)[0]
+    return image_of(model.decode(codes)[0])
+
+
+def image_of(pixels: torch.Tensor) -> Image.Image:
+    """Return the RGB image of values ``[3, height, width]``, which are cut to [-1, 1]."""
     values = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return Image.fromarray(values.permute(1, 2, 0).cpu().numpy())
 
@@ -189,8 +195,8 @@ class _ImageVQTokenizer:
     def length(self, codes: Sequence[int]) -> int:
         return int(self.side**2)
 
-    def adapter(self) -> _ImageTargetAdapter:
-        return _ImageTargetAdapter(self.image_size, self.side**2)
+    def adapter(self) -> ImageTargetAdapter:
+        return ImageTargetAdapter(self.image_size, self.side**2)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode ``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side]`` codes, row-major."""

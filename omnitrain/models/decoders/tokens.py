@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -11,16 +11,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin, TensorFeatures
-from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer
-from omnitrain.models.hf.load import as_config, model_class
+from omnitrain.models.components.protocols import Draw, TensorFeatures
+from omnitrain.models.decoders.codec_decoder import CodecDecoder
+from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer, settings_of
 from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.recipe.component_configs import TokenDecoderConfig
-from omnitrain.transformers_private import ContainerModel
 
 
-class TokenDecoder(ContainerModel, DecoderMixin):
+class TokenDecoder(CodecDecoder):
     """An embedding and a head for a media tokenizer's codes.
 
     Items without a fixed length (sound) end with an extra class, the end token, which is predicted and fed back.
@@ -42,10 +41,7 @@ class TokenDecoder(ContainerModel, DecoderMixin):
 
         ``embedding``: codes to ``[..., hidden]``; ``head``: hidden states to logits of the codes; None: fresh ones.
         """
-        super().__init__(config)
-        tokenizer_config = as_config(config.tokenizer or {})
-        self.tokenizer = tokenizer if tokenizer is not None else model_class(tokenizer_config)(tokenizer_config)
-        self.tokenizer.requires_grad_(False)
+        super().__init__(config, tokenizer)
         classes = self.codec.num_codes + self._has_ends
         self.embedding = nn.Embedding(classes, config.hidden_size) if embedding is None else embedding
         self.head = nn.Linear(config.hidden_size, classes, bias=False) if head is None else head
@@ -58,23 +54,13 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         return media_tokenizer(self.tokenizer, config.image_size, config.num_codebooks, config.image_sizes or ())
 
     @property
-    def _has_ends(self) -> bool:
-        return self.codec.length(()) is None
+    def settings(self) -> set[str]:
+        """See :class:`CodecDecoder`."""
+        return settings_of(self.codec)
 
     @property
-    def modality(self) -> str:
-        """``image`` or ``audio``."""
-        return self.codec.modality
-
-    def train(self, mode: bool = True) -> TokenDecoder:
-        """Set the mode; the frozen media tokenizer stays in evaluation mode."""
-        super().train(mode)
-        self.tokenizer.eval()
-        return self
-
-    def adapter(self) -> ComponentAdapter:
-        """Return the converter from target media to input features, for data workers."""
-        return self.codec.adapter()
+    def _has_ends(self) -> bool:
+        return self.codec.length(()) is None
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]``, and labels; ValueError: codes for other numbers."""
@@ -105,17 +91,15 @@ class TokenDecoder(ContainerModel, DecoderMixin):
             return linear_cross_entropy(hidden, self.head.weight, labels, backend=self.loss_backend, **options)
         return cross_entropy_rows(self.head(hidden), labels, **options)
 
-    def lm_embed(
-        self, hidden: torch.Tensor, sample: Callable[[torch.Tensor], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
-        tokens = sample(self.head(hidden).float())
+    def lm_embed(self, hidden: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
+        tokens = draw(self.head(hidden).float())
         return self.embedding(tokens), tokens
 
-    def is_complete(self, tokens: list[int]) -> bool:
+    def is_complete(self, tokens: Sequence[int]) -> bool:
         """Whether an item has its length, or ends with the end token, or has ``max_tokens`` tokens."""
-        if (length := self.codec.length(tokens)) is not None:
-            return len(tokens) >= length
+        if not self._has_ends:
+            return super().is_complete(tokens)
         return bool(tokens) and (tokens[-1] == self.codec.num_codes or len(tokens) >= self.config.max_tokens)
 
     def next_classes(self, tokens: list[int], size: str | None) -> range | None:
@@ -129,7 +113,3 @@ class TokenDecoder(ContainerModel, DecoderMixin):
         codes = [token for token in tokens if token < self.codec.num_codes]
         with torch.no_grad():
             return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=next(self.head.parameters()).device))
-
-    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
-        """Return the features of a black image, or of the shortest silent clip."""
-        return self.codec.minimal_input()

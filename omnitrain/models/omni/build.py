@@ -19,10 +19,12 @@ from omnitrain.data.sources.reading import Reading
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
+from omnitrain.models.decoders.codec_decoder import CodecDecoder
+from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
-from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.encoders.towers import reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
 from omnitrain.models.hf.load import (
     Source,
@@ -31,6 +33,7 @@ from omnitrain.models.hf.load import (
     config_at,
     foundation_class,
     foundation_config,
+    model_class,
     require_folder,
     require_sub_configs,
     resolve,
@@ -43,6 +46,7 @@ from omnitrain.peers import is_spread
 from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
+    FlowDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -57,7 +61,7 @@ Node = TypeVar("Node", bound=BaseModel)
 Components = dict[str, dict[str, PreTrainedModel]]
 """Kind (`encoders`, `decoders`, `teachers`) -> component name -> the component."""
 
-_CONFIGS = (AudioEncoderConfig, TokenDecoderConfig, VisionEncoderConfig)
+_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
 def build_foundation_model(
@@ -342,8 +346,10 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         "hidden_size": hidden_size,
     }
     if is_audio:
-        bins = getattr(tower.config, "num_mel_bins", None)
-        derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
+        derived: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
+        if not reads_waveforms(type(tower), tower.config):
+            bins = getattr(tower.config, "num_mel_bins", None)
+            derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
         extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, lambda: derived)
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
@@ -365,14 +371,14 @@ def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[st
 
 
 def _is_audio(name: str, spec: Encoder) -> bool:
-    """Whether the tower's config has spectrogram bins (audio) or patches (vision)."""
+    """Whether the tower's config has spectrogram bins, or its class takes waveforms (audio); or it has patches."""
     config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
     nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
-    if any(hasattr(node, "num_mel_bins") for node in nodes):
+    if any(hasattr(node, "num_mel_bins") for node in nodes) or reads_waveforms(model_class(config), config):
         return True
     if any(hasattr(node, "patch_size") for node in nodes):
         return False
-    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision tower nor a spectrogram encoder")
+    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision nor an audio tower")
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -410,17 +416,17 @@ def _decoder(name: str, spec: Any, base: PreTrainedModel, init_device: str, dtyp
         return cast(PreTrainedModel, spec)
     ready, spec = _specified(f"model.decoders.{name}", Decoder, spec, "tokenizer")
     try:
-        decoder = _token_decoder(spec, ready, base, init_device)
+        decoder = _codec_decoder(spec, ready, base, init_device)
     except UserError as error:
         raise UserError(f"model.decoders.{name}: {error}") from None
     cast_decoder(decoder, dtype)
     return decoder
 
 
-def _token_decoder(
+def _codec_decoder(
     spec: Decoder, ready: PreTrainedModel | None, base: PreTrainedModel, init_device: str
-) -> TokenDecoder:
-    """Build the decoder of a tokenizer, or of the modules of the foundation ``base``."""
+) -> CodecDecoder:
+    """Build the decoder for what a tokenizer makes, codes or latents, or of the modules of the foundation ``base``."""
     names = find_writer(base) if ready is None and spec.tokenizer is None else None
     if names is not None:
         tokenizer = base.get_submodule(names["tokenizer"])
@@ -428,15 +434,15 @@ def _token_decoder(
         tokenizer = resolve(
             ready if ready is not None else _described(spec.tokenizer, init_device), dtype=torch.float32
         )
-    config = TokenDecoderConfig(
-        tokenizer=as_dict(tokenizer.config),
-        hidden_size=base.get_input_embeddings().weight.size(1),
-        image_size=spec.image_size,
-        image_sizes=spec.image_sizes,
-        num_codebooks=spec.num_codebooks,
-        max_tokens=spec.max_tokens,
-        of_foundation=names,
-    )
+    shared = {
+        "tokenizer": as_dict(tokenizer.config),
+        "hidden_size": base.get_input_embeddings().weight.size(1),
+        "image_size": spec.image_size,
+    }
+    if hasattr(tokenizer, "num_channels"):
+        return FlowDecoder(FlowDecoderConfig(**shared, **spec.flow.model_dump()), tokenizer)
+    of_codes = {key: getattr(spec, key) for key in ("image_sizes", "num_codebooks", "max_tokens")}
+    config = TokenDecoderConfig(**shared, **of_codes, of_foundation=names)
     return TokenDecoder(config, tokenizer) if names is None else decoder_of(base, config)
 
 

@@ -25,10 +25,13 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
+from omnitrain.ops.device import to_device
+from omnitrain.ops.noise import normals
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
 
@@ -51,7 +54,7 @@ class Answer:
     """
 
     parts: list[Any] = field(default_factory=list)
-    tokens: list[tuple[str, int]] = field(default_factory=list)
+    tokens: list[tuple[str, Token]] = field(default_factory=list)
     is_finished: bool = False
     unfinished_item: str | None = None
 
@@ -68,9 +71,9 @@ class _Sequence:
     writers: dict[int, str]  # start token -> decoder
     mode: str = "text"
     answer: Answer = field(default_factory=Answer)
-    item: list[int] = field(default_factory=list)
+    item: list[Token] = field(default_factory=list)
 
-    def take(self, token: int, end_token: int, is_complete: Callable[[str, list[int]], bool]) -> None:
+    def take(self, token: Token, end_token: int, is_complete: Callable[[str, list[Token]], bool]) -> None:
         self.answer.tokens.append((self.mode, token))
         if self.mode != "text":
             self.item.append(token)
@@ -79,7 +82,7 @@ class _Sequence:
         elif token == end_token:
             self.answer.is_finished = True
         else:
-            self.mode = self.writers.get(token, "text")
+            self.mode = self.writers.get(token, "text")  # type: ignore[arg-type]  # text has ids
 
 
 @torch.no_grad()
@@ -135,7 +138,7 @@ def generate(
         rounds = inference.peers.most({"batches": len(encoded)})["batches"]
         with inference.gathered(model):
             for batch in encoded + [_Batch([], [], [[]], [])] * (rounds - len(encoded)):
-                uniform = _UniformStreams(seed, [numbers[place] for place in batch.places])
+                uniform = _UniformStreams(seed, [numbers[place] for place in batch.places], model.device)
                 made = _decode(model, processor, batch, max_new_tokens, sampling, uniform, use_cache)
                 answers |= zip(batch.places, made, strict=True)
             tokens = [answer.tokens for answer in answers.values()]
@@ -232,7 +235,7 @@ def _decode(
     for _ in range(max_new_tokens):
         by_mode = _rows_by_mode(sequences)
         tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
-        next_tokens = [processor.end_token] * len(embeds)
+        next_tokens: list[Any] = [processor.end_token] * len(embeds)
         for mode, rows in by_mode:
             for row in rows:
                 for copy in batch.copies:
@@ -279,46 +282,62 @@ class _Heads:
         sequences: Sequence[_Sequence],
         hidden: torch.Tensor,
         text_logits: torch.Tensor,
-    ) -> tuple[dict[int, int], torch.Tensor]:
+    ) -> tuple[dict[int, Token], torch.Tensor]:
         """Return sequence -> its next token, and embeddings ``[batch, hidden]``; zeros for finished sequences."""
-        drawn: dict[int, int] = {}
+        drawn: dict[int, Token] = {}
         size = (len(hidden), self._text_embedding.weight.size(1))
         embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
         for mode, rows in by_mode:
             copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
             read = copies.flatten() if self._sampling(mode).guidance != 1 else copies[0]
             allowed = [self._allowed(mode, sequences[row].item) for row in rows]
-            sample = partial(self._sample, mode, rows, allowed)
+            draw = _Draw(self._sampling(mode).guidance, self._samplers[mode], self._uniform, rows, allowed)
             if mode == "text":
-                tokens = sample(text_logits[read].float())
+                tokens = draw(text_logits[read].float())
                 rows_embeds = self._text_embedding(tokens)
             else:
-                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[read], sample)
+                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[read], draw)
             embeds[copies] = rows_embeds[: len(rows)].to(embeds.dtype)
             drawn |= zip(rows, tokens[: len(rows)].tolist(), strict=True)
         return drawn, embeds
 
-    def _allowed(self, mode: str, item: list[int]) -> range | None:
+    def _allowed(self, mode: str, item: list[Token]) -> range | None:
         return None if mode == "text" else self._decoders[mode].next_classes(item, self._sampling(mode).size)
-
-    def _sample(
-        self, mode: str, rows: Sequence[int], allowed: Sequence[range | None], logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a token for each row of ``logits``: of ``rows``, and if they are guided of the same again.
-
-        ``allowed`` are the tokens that each of ``rows`` may get; None: any.
-        """
-        scale, copies = self._sampling(mode).guidance, len(logits) // len(rows)
-        if copies > 1:
-            conditional, unconditional = logits.chunk(2)
-            logits = unconditional + scale * (conditional - unconditional)
-        for of_row, classes in zip(logits, allowed, strict=True):
-            if classes is not None:
-                of_row[: classes.start], of_row[classes.stop :] = -torch.inf, -torch.inf
-        return self._samplers[mode](partial(self._uniform.next, rows), logits).repeat(copies)
 
     def _sampling(self, mode: str) -> Sampling:
         return self._settings.get(mode, Sampling())
+
+
+class _Draw:
+    """See :class:`~omnitrain.models.components.protocols.Draw`."""
+
+    def __init__(
+        self,
+        guidance: float,
+        sampler: Sampler,
+        uniform: _UniformStreams,
+        rows: Sequence[int],
+        allowed: Sequence[range | None],
+    ) -> None:
+        """``rows``: the sequences; ``allowed``: the classes that each of them may get; None: any."""
+        self._guidance, self._sampler, self._uniform = guidance, sampler, uniform
+        self._rows, self._allowed = rows, allowed
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        copies, logits = len(logits) // len(self._rows), self.guided(logits)
+        for of_row, classes in zip(logits, self._allowed, strict=True):
+            if classes is not None:
+                of_row[: classes.start], of_row[classes.stop :] = -torch.inf, -torch.inf
+        return self._sampler(partial(self._uniform.next, self._rows), logits).repeat(copies)
+
+    def guided(self, values: torch.Tensor) -> torch.Tensor:
+        if len(values) == len(self._rows):
+            return values
+        conditional, unconditional = values.chunk(2)
+        return unconditional + self._guidance * (conditional - unconditional)
+
+    def noise(self, width: int) -> torch.Tensor:
+        return to_device(normals(self._uniform.seeds(self._rows), width), self._uniform.device)
 
 
 def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
@@ -497,12 +516,17 @@ def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
 class _UniformStreams:
     """Uniform random numbers in [0, 1), one stream per row, seeded by the seed and the row's number."""
 
-    def __init__(self, seed: int, numbers: Sequence[int]) -> None:
+    def __init__(self, seed: int, numbers: Sequence[int], device: torch.device) -> None:
+        self.device = device
         self._streams = [np.random.default_rng((seed, number)) for number in numbers]
 
     def next(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the next number of each of ``rows``, float64 on the CPU."""
         return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64, device="cpu")
+
+    def seeds(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return a seed for each of ``rows``, int64 on the CPU."""
+        return torch.tensor([int(self._streams[row].integers(2**63)) for row in rows], device="cpu")
 
 
 def _sampler(sampling: Sampling) -> Sampler:
@@ -523,12 +547,12 @@ def _sampler(sampling: Sampling) -> Sampler:
     return draw
 
 
-def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, int]]) -> list[Any]:
+def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:
     """Turn drawn tokens into text and media, in order, without start and end tokens."""
     hidden_ids = {processor.end_token, *processor.start_tokens.values()}
     parts: list[Any] = []
-    text: list[int] = []
-    item: list[int] = []
+    text: list[Token] = []
+    item: list[Token] = []
     for mode, token in tokens:
         if mode == "text":
             text += [] if token in hidden_ids else [token]

@@ -153,7 +153,7 @@ def test_hf_trainer_trains_an_omni_model_as_the_loop_over_packs_does(
 
 def of_page() -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(PAGE.read_text().split("```python\n")[3].split("```")[0], names)
+    exec(PAGE.read_text().split("```python\n")[4].split("```")[0], names)
     return names
 
 

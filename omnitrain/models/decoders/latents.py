@@ -1,0 +1,94 @@
+"""Convert images to latents, a few numbers for each token, and back by frozen models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModel, PreTrainedModel
+
+from omnitrain.data.packing.sample import SEEDS, Features
+from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import TensorFeatures, one_item
+from omnitrain.models.decoders.media_tokenizers import ImageTargetAdapter, image_of
+from omnitrain.recipe.component_configs import PatchCodecConfig
+
+
+class PatchCodec(PreTrainedModel):
+    """Patches of pixels in [-1, 1] as latents; nothing is lost, and nothing is learnt.
+
+    Any model whose latents :class:`ImageLatents` converts has these attributes and methods.
+
+    Attributes:
+        stride: side of the square that is one token, pixels.
+        num_channels: numbers in a latent.
+    """
+
+    config: PatchCodecConfig
+    config_class = PatchCodecConfig
+
+    def __init__(self, config: PatchCodecConfig) -> None:
+        """Take the size of the patches."""
+        super().__init__(config)
+        self.stride, self.num_channels = config.patch_size, 3 * config.patch_size**2
+        self.post_init()
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
+        return torch.nn.functional.pixel_unshuffle(pixels, self.stride)
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return pixels for latents, as :meth:`encode` takes them."""
+        return torch.nn.functional.pixel_shuffle(latents, self.stride)
+
+
+AutoModel.register(PatchCodecConfig, PatchCodec)
+
+
+class _LatentTargetAdapter(ImageTargetAdapter):
+    """Convert images as their base class, with a seed for the noise of each token."""
+
+    def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
+        features, num_tokens = super().prepare(modality, media)
+        return features | {SEEDS: np.zeros(num_tokens, dtype=np.int64)}, num_tokens
+
+
+class ImageLatents:
+    """Square images of one size as latents of a model, row by row."""
+
+    modality = "image"
+
+    def __init__(self, model: Any, image_size: int | None) -> None:
+        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
+        if image_size is None or image_size % model.stride:
+            raise UserError(
+                f"a decoder of latents needs image_size, a multiple of {model.stride} for {type(model).__name__}; "
+                f"found {image_size}"
+            )
+        self.model, self.image_size, self.side = model, image_size, image_size // model.stride
+        self.num_channels: int = model.num_channels
+
+    def length(self, tokens: Sequence[Any]) -> int:
+        """Return the number of tokens of an item."""
+        return int(self.side**2)
+
+    def adapter(self) -> ImageTargetAdapter:
+        """Return the converter from target images to input features."""
+        return _LatentTargetAdapter(self.image_size, self.side**2)
+
+    def encode(self, features: TensorFeatures) -> torch.Tensor:
+        """Encode ``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side, num_channels]`` fp32."""
+        latents: torch.Tensor = self.model.encode(features["pixel_values"].float())
+        return latents.permute(0, 2, 3, 1).reshape(-1, self.num_channels).float()
+
+    def decode(self, latents: torch.Tensor) -> Image.Image:
+        """Decode ``[side * side, num_channels]`` to an RGB image."""
+        grid = latents.view(1, self.side, self.side, self.num_channels).permute(0, 3, 1, 2)
+        return image_of(self.model.decode(grid)[0])
+
+    def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
+        """Return the features of a black image."""
+        return one_item(self.adapter(), "image", Image.new("RGB", (1, 1)))

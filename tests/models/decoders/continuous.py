@@ -1,0 +1,73 @@
+"""Models whose decoders write latents, and the layouts in which they train: a covering array."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+from omnitrain.data.packing.sample import Sample
+from omnitrain.models.omni.model import OmniModel
+from tests.covering import covering
+from tests.tiny import EXPERTS, FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
+
+PATCHES = {"model_type": "omnitrain_patches", "patch_size": 4}
+FLOW: dict[str, Any] = {
+    "tokenizer": {"config": PATCHES},
+    "image_size": 8,
+    "flow": {"width": 32, "depth": 2, "num_steps": 4},
+}
+DECODERS = {"flow head": FLOW}
+PLACES = ("", "group", "world")
+MEMORY = ("", "recompute")
+LAYOUTS = ("dp2", "tp2", "sp2", "cp2", "pp2.accum2", "dp2.ep2", "vision1+dp2")
+TASKS = ("text_to_image", "image_to_text", "image_to_speech", "text", "text_to_image")
+
+
+class Case(NamedTuple):
+    """A decoder of images under a layout, beside one of sound in codes; the empty word leaves a field unset.
+
+    Attributes:
+        decoder: how it writes.
+        layout: of all components.
+        place: the rank that encodes an item.
+        memory: of all components.
+    """
+
+    decoder: str
+    layout: str
+    place: str
+    memory: str
+
+    @property
+    def words(self) -> str:
+        return ".".join(filter(None, (self.layout, self.place, self.memory)))
+
+
+def is_possible(case: Case) -> bool:
+    """Whether a model trains so: see "What is refused" in docs/encoders.md."""
+    return not (case.place == "world" and case.layout.startswith("pp"))
+
+
+POSSIBLE = list(filter(is_possible, (Case(*values) for values in product(DECODERS, LAYOUTS, PLACES, MEMORY))))
+TABLE = list(covering(POSSIBLE))
+DEFAULT = list(covering(TABLE, lambda case: set(enumerate(case))))
+
+
+def build(decoder: str, with_experts: bool = False) -> OmniModel:
+    """A decoder of images in latents, one of sound in codes, and an encoder of images."""
+    return tiny_model(
+        foundation=FOUNDATION | (EXPERTS if with_experts else {}),
+        encoders={"image_encoder": MODEL["encoders"]["image_encoder"]},
+        decoders={"image_decoder": DECODERS[decoder], "audio_decoder": MODEL["decoders"]["audio_decoder"]},
+    )
+
+
+def factory(case: Case) -> partial[OmniModel]:
+    """Build the model of a case; only expert parallelism needs experts."""
+    return partial(build, case.decoder, "ep" in case.layout)
+
+
+def samples(model: OmniModel, count: int = 5) -> list[Sample]:
+    """Samples that write images and sound, and read images."""
+    return tiny_samples(tiny_processor(model), count, TASKS)

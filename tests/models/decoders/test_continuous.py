@@ -1,0 +1,219 @@
+"""Decoders that write latents train and generate as one process, in any pack, batch and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import SEEDS, Sample
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import Token, to_tensors
+from omnitrain.models.omni.generate import Answer, generate
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.noise import normals, uniforms
+from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.parallel.verify.verify import verify
+from omnitrain.recipe import Sampling
+from tests.covering import pairs
+from tests.models.decoders.continuous import DECODERS, DEFAULT, FLOW, POSSIBLE, TABLE, Case, build, factory, samples
+from tests.parallel.laid_out import total
+from tests.tiny import tiny_model, tiny_processor, tiny_row
+
+GUIDED = {"image_decoder": Sampling(guidance=3.0)}
+TOKENS = 9
+
+
+def by_factory(cases: Sequence[Case]) -> list[list[Case]]:
+    """Cases of one model together: its run in one process is computed once."""
+
+    def model(case: Case) -> tuple[str, bool]:
+        return case.decoder, "ep" in case.layout
+
+    return [list(together) for _, together in groupby(sorted(cases, key=model), key=model)]
+
+
+def require_equal(ranks: RankPool, cases: list[Case]) -> None:
+    layouts = [case.words for case in cases]
+    of_model = samples(factory(cases[0])())
+    report = verify(factory(cases[0]), of_model, layouts, nproc=ranks.nproc, timeout_s=120, pool=ranks)
+    assert [row.status for row in report.rows] == ["equal"] * len(cases), str(report)
+
+
+def test_the_table_has_every_possible_pair_and_the_default_rows_each_value() -> None:
+    assert set().union(*map(pairs, TABLE)) == set().union(*map(pairs, POSSIBLE)) and len(TABLE) <= 40
+    assert set().union(*map(enumerate, DEFAULT)) == set().union(*map(enumerate, POSSIBLE)) and len(DEFAULT) <= 9
+
+
+@pytest.mark.parametrize("cases", by_factory(DEFAULT), ids=lambda cases: cases[0].words)
+def test_each_value_of_the_table_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
+    require_equal(ranks, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", by_factory([case for case in TABLE if case not in DEFAULT]), ids=lambda c: c[0].words)
+def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
+    require_equal(ranks, cases)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> None:
+    model = build(decoder)
+    some = samples(model)
+
+    def gradients(packs: list[list[Sample]]) -> tuple[float, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = torch.stack([total(model(Pack.from_samples(pack))) for pack in packs]).sum()
+        loss.backward()
+        return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    (together, found), (apart, expected) = gradients([some]), gradients([[sample] for sample in some])
+    assert together == pytest.approx(apart, rel=1e-5) and "image_decoder.embedding.weight" in found
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
+    """Prompts, all of which the model answers with an image and then text: what it begins with starts one."""
+    model = build(decoder)
+    model.config.condition_dropout = True
+    processor = tiny_processor(model)
+    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(4)]
+    drawn = {answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)}
+    (start,) = drawn
+    processor.start_tokens = {"image": start, "audio": 5}
+    return model, processor, prompts
+
+
+def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    def modes(of: Sequence[Answer]) -> list[list[str]]:
+        return [[mode for mode, _ in answer.tokens] for answer in of]
+
+    def values(of: Sequence[Answer]) -> list[Token]:
+        return [number for answer in of for _, token in answer.tokens for number in np.atleast_1d(token)]
+
+    assert modes(answers) == modes(expected)
+    np.testing.assert_allclose(values(answers), values(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("sampling", [{}, GUIDED], ids=["plain", "guided"])
+def test_a_batch_writes_what_each_prompt_alone_writes_with_and_without_cache(
+    decoder: str, sampling: dict[str, Sampling]
+) -> None:
+    model, processor, prompts = prompted(decoder)
+    options = {"max_new_tokens": TOKENS, "sampling": sampling}
+    together = generate(model, processor, prompts, **options)
+    assert all(isinstance(answer.parts[0], Image.Image) for answer in together)
+    assert len({answer.parts[0].tobytes() for answer in together}) == len(prompts)
+    for number, prompt in enumerate(prompts):
+        assert_same(generate(model, processor, [prompt], numbers=[number], **options), [together[number]])
+    assert_same(generate(model, processor, prompts, use_cache=False, **options), together)
+
+
+def written(decoder: str, plan: dict[str, int]) -> list[list[Answer]]:
+    """On a rank, without and with guidance; ranks that share sequences have all prompts."""
+    model, processor, prompts = prompted(decoder)
+    state = init_parallel_state(**plan)
+    build_parallelize_model(model, parallel_state=state, enable_mixed_precision=False)
+    own = range(len(prompts)) if plan else range(dist.get_rank(), len(prompts), dist.get_world_size())
+    some = [prompts[number] for number in own]
+    return [
+        generate(model, processor, some, max_new_tokens=TOKENS, sampling=sampling, numbers=own)
+        for sampling in ({}, GUIDED)
+    ]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param({}, id="dp2"),
+        pytest.param({"pp_size": 2}, id="pp2"),
+        pytest.param({"tp_size": 2}, id="tp2", marks=pytest.mark.slow),
+        pytest.param({"cp_size": 2}, id="cp2", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_write_what_one_process_writes(ranks: RankPool, decoder: str, plan: dict[str, int]) -> None:
+    model, processor, prompts = prompted(decoder)
+    made = ranks.run(written, decoder, plan, timeout_s=120, world=2)
+    for which, sampling in enumerate(({}, GUIDED)):
+        alone = generate(model, processor, prompts, max_new_tokens=TOKENS, sampling=sampling)
+        for rank, of_rank in enumerate(made):
+            assert_same(of_rank[which], alone if plan else alone[rank::2])
+
+
+def test_guidance_moves_velocities_as_two_flows_by_hand() -> None:
+    model = build("flow head").image_decoder
+    hidden = torch.randn(4, 32)  # two sequences with the condition, then without
+    noise = torch.randn(2, 48)
+
+    class ByHand:
+        def guided(self, values: torch.Tensor) -> torch.Tensor:
+            return values[2:] + 3.0 * (values[:2] - values[2:])
+
+        def noise(self, width: int) -> torch.Tensor:
+            return noise
+
+    _, found = model.lm_embed(hidden, ByHand())
+    expected = noise
+    for step in range(4):
+        time = torch.full((2, 1), step / 4)
+        c, u = (model.velocity(expected, time, states) for states in hidden.split(2))
+        expected = expected + (u + 3.0 * (c - u)) / 4
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_patches_of_pixels_are_an_exact_inverse() -> None:
+    model = build("flow head").image_decoder
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    features, num_tokens = model.adapter().prepare("image", picture)
+    latents = model.codec.encode(to_tensors(features))
+    assert num_tokens == 4 and latents.shape == (4, 48)
+    assert np.array_equal(model.lm_generate(latents.tolist()), picture)
+
+
+def test_noise_is_a_function_of_run_sample_and_token() -> None:
+    model = build("flow head")
+
+    def seeds(some: list[Sample]) -> list[int]:
+        (group,) = Pack.from_samples(some).targets["image_decoder"].groups
+        return group.features[SEEDS].tolist()
+
+    first, *_, last = samples(model)
+    assert sorted(seeds([first, last])) == sorted(seeds([first]) + seeds([last]))
+    assert len({*seeds([first, last])}) == 8
+    other = tiny_processor(model).sample(tiny_row("text_to_image", 0), index=7)
+    assert set(seeds([other])).isdisjoint(seeds([first]))
+
+
+def test_drawn_numbers_are_those_of_splitmix64_and_of_a_normal_distribution() -> None:
+    def mixed(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return z ^ z >> 31
+
+    bits = [mixed((mixed(11) + place * 0x9E3779B97F4A7C15) % 2**64) for place in (1, 2, 3)]
+    assert uniforms(torch.tensor([7, 11]), 3)[1].tolist() == [(one >> 11) * 2**-53 for one in bits]
+    drawn = normals(torch.arange(4000), 16)
+    assert torch.equal(drawn[5:6], normals(torch.tensor([5]), 16))
+    assert drawn.mean().abs() < 0.01 and abs(drawn.std() - 1) < 0.01 and abs(drawn.pow(4).mean() - 3) < 0.1
+    assert (torch.corrcoef(drawn.T) - torch.eye(16)).abs().max() < 0.07
+
+
+def test_what_a_decoder_of_latents_cannot_write_is_said_in_words() -> None:
+    with pytest.raises(
+        UserError, match="a decoder of latents needs image_size, a multiple of 4 for PatchCodec; found 6"
+    ):
+        tiny_model(encoders={}, decoders={"image_decoder": FLOW | {"image_size": 6}})
+    with pytest.raises(UserError, match="size '8x8': FlowDecoder writes one size alone; leave it out"):
+        build("flow head").image_decoder.next_classes([], "8x8")
