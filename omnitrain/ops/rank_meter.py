@@ -51,7 +51,7 @@ class Collective(NamedTuple):
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``.
         num_bytes: of the whole tensor: gathered, before the scatter, reduced; of what this rank sends to all.
         ranks: global ranks of the group.
-        is_waited_for: whether the compute stream waits for it at once; FSDP's run beside the computation.
+        is_waited_for: whether the compute stream waits for it at once; FSDP's gathers and reductions run beside it.
     """
 
     kind: str
@@ -79,6 +79,9 @@ _KINDS = {
     "broadcast": "broadcast",
     "send": "send",
 }
+
+
+_OF_FSDP = ("_allgather_base_", "_reduce_scatter_base_")
 
 
 class RankMeter(TorchDispatchMode):
@@ -192,8 +195,7 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Collective | None:
         return None
     ranks = tuple(dist.get_process_group_ranks(_group(args, kwargs)))
     sizes = [sum(tensor.nbytes for tensor in _tensors(value)) for value in args]
-    waits = not any(value is True for value in (*args[1:], kwargs.get("async_op")))
-    return Collective(kind, max(sizes, default=0), ranks, waits)
+    return Collective(kind, max(sizes, default=0), ranks, func._opname not in _OF_FSDP)
 
 
 def _group(args: Any, kwargs: Any) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.hf.stored_tensor import replace_value
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.units import ignored_params
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader
