@@ -46,9 +46,8 @@ _WARM_UP = 3  # steps before any are timed: they compile, and fill caches
 def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
     """Run a few steps of a recipe, print what they cost, and write a trace of each rank. Every rank calls this.
 
-    No run is opened: nothing is saved, evaluated or tracked. ``recipe``: the recipe. ``folder``: gets
-    ``trace-rank-N.json.gz`` (for Perfetto) of each rank, and ``costs.json`` of rank 0. ``steps``: number of steps to
-    time, and then to profile. Raises UserError: the recipe cannot be trained, or ``folder`` cannot be written.
+    No run is opened: nothing is saved, evaluated or tracked. ``folder`` gets ``trace-rank-N.json.gz`` (for Perfetto)
+    and ``costs.json``; ``steps`` are timed, and then as many profiled. Raises UserError.
     """
     trainer = Trainer(_without_run(recipe, folder, _WARM_UP + 2 * steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.device.type == "cuda" else [])]

@@ -33,11 +33,9 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
 
     This loads a second model and takes its tensors, so buffers that are in no checkpoint get the values of a normal
     construction. Tied weights stay one parameter, and frozen parameters stay frozen. LoRA adapters of the checkpoint
-    are added, unless the model has them already.
-
-    ``model``: on any device, also ``meta``. ``path``: folder or Hub id. ``in_files``: leave parameters that are in
-    safetensors files there, as ``StoredTensor``. Raises UserError: the folder does not exist, has no weights, or has
-    other adapters than the model; WeightsError: names every missing, unexpected or misshapen tensor.
+    are added, unless the model has them already. ``in_files``: leave what is in safetensors files there, as
+    ``StoredTensor``. Raises UserError: no folder or weights, or other adapters than the model's; WeightsError: names
+    every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
     set_attention_of_all(config, None)  # the model has chosen its attention already
@@ -144,10 +142,8 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
 def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
     """Return, on all ranks, the picklable result of ``work`` on some global ranks; all ranks must call this.
 
-    ``work`` must return the same on these ranks, such as the first rank of each section.
-
-    Raises UserError: one of these ranks raised it; raised on all ranks; TrainingError: one of them raised another
-    error; raised on the other ranks, while that rank raises its error.
+    ``work`` must return the same on these ranks, such as the first rank of each section. Its UserError is raised on all
+    ranks, another error as TrainingError on the others.
     """
     result: T | None = None
     failed: Exception | None = None

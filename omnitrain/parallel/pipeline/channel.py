@@ -76,9 +76,8 @@ def connect_pairs(
     NCCL runs the messages of a group in the order in which they were posted, and connects two ranks at their first one:
     the rank that posts it waits on the host until the other rank comes. If two ranks begin with different directions,
     as 1F1B's do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
-
-    ``columns``: ``[n, pipeline ranks]``, the global ranks of each column. ``of``: the directions, in the same order on
-    all ranks. ``device``: of the messages. Returns the groups that have this rank.
+    ``columns`` are ``[n, pipeline ranks]``; directions have one order on all ranks. Returns the groups that have this
+    rank.
     """
     made = {}
     backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host

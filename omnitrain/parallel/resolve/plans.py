@@ -87,11 +87,9 @@ def resolve_without_ranks(
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
     """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
-    ``model``: not parallelized, on any device; its weights stay unchanged. ``plan``: the plan of a recipe.
-    ``mixed_precision``: see :class:`CallFlags`. ``num_ranks``: number of ranks. None: the first number that the plan
-    fits. Raises PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks
-    with the fewest problems; UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In
-    the second case, what does not fit the model on any number of ranks is in the message, too.
+    ``num_ranks`` None: the first number that the plan fits. Raises PlanError: the plan does not fit the model; without
+    ``num_ranks``, with the problems on the number of ranks with the fewest; UserError: the degrees of the plan
+    contradict each other, or do not fit ``num_ranks``, with what does not fit the model on any number of ranks.
     """
     if num_ranks is not None:
         try:
