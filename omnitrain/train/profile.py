@@ -166,12 +166,12 @@ def _attend(call: Call, attend: Attend) -> Tensor:
 
 
 def _tell(trainer: Trainer, costs: Costs, line: Mapping[str, Any], steps: int, folder: Path) -> None:
-    lines = advice(costs, _facts(trainer, line))
+    lines = list(advice(costs, _facts(trainer, line)))
     console.print(cost_table(costs, steps))
     for text in (*_speed(trainer, line), *(f"try: {text}" for text in lines)):
         console.print(text, soft_wrap=True, markup=False)
     if trainer.ranks.is_first:
-        rows = [{"name": row.name, "share": row.total / costs.seconds, **row.seconds} for row in costs.rows]
+        rows = [{"name": name, "share": sum(row.values()) / costs.seconds, **row} for name, row in costs.rows.items()]
         found = {"steps": steps, "profiled_seconds": costs.seconds, "rows": rows, "advice": lines, "metrics": line}
         (folder / "costs.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     console.print(f"wrote {folder}/trace-rank-*.json.gz (open in ui.perfetto.dev) and {folder}/costs.json")
