@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -209,10 +209,12 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     keep_conversions(omni)
 
     # What trains, and in which precision
-    _freeze(omni, prepared.plans)
+    for name, parameters in omni.components.items():
+        for parameter in parameters.values() if prepared.plans[name].freeze else ():
+            parameter.requires_grad_(False)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    elsewhere = _held_elsewhere(omni, plans)
+    elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in omni.components.keys() - plans))
     loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -231,7 +233,8 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     experts = _spread_experts(omni, plans, prepared.plan, state, calling)
     foundation = plans.get(FOUNDATION, ComponentPlan())
     async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
-    towers = _share_towers(omni, plans, state)
+    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
+    towers = {n: SharedTower(omni, omni.components[n].values(), partial(slice_of_call, state)) for n in shared}
 
     # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
@@ -257,12 +260,6 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     remember_layout(omni, layout)
 
 
-def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> frozenset[str]:
-    """Names of the parameters of components without a plan here; the parameters themselves would keep their memory."""
-    components = model.components
-    return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
-
-
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
     """Make the parameters that only other ranks have empty."""
     if loader is not None:
@@ -271,13 +268,6 @@ def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader |
         drop_parameters(model, absent)
     if absent:
         ignore_absent_in_device()
-
-
-def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
-    for name, parameters in model.components.items():
-        if plans[name].freeze:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
 
 
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
@@ -333,13 +323,13 @@ def _set_compute_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) ->
         for name, parameters in model.components.items()
         for path, parameter in parameters.items()
     }
+
+    def stays_fp32_in(root: str, name: str) -> bool:
+        return must_stay_fp32(f"{root}.{name}")
+
     for name, module in model.named_children():
         assert isinstance(module, PreTrainedModel)
-        compute_in(module, dtypes, computed.get(name), partial(_in_model, must_stay_fp32, name))
-
-
-def _in_model(must_stay_fp32: Callable[[str], bool], root: str, name: str) -> bool:
-    return must_stay_fp32(f"{root}.{name}")
+        compute_in(module, dtypes, computed.get(name), partial(stays_fp32_in, name))
 
 
 def _spread_experts(
@@ -367,12 +357,6 @@ def _spread_experts(
         if "tp" in calling_axes(plans[name]):
             use_tp_dispatch(model, layers, calling[name].tp_mesh)
     return spread
-
-
-def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
-    """The components whose calls all ranks of a sequence group make together."""
-    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
-    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
 
 
 def _apply_recompute_and_offload(
