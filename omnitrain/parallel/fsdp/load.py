@@ -85,12 +85,7 @@ def _shown(adapters: Mapping[str, Adapters]) -> str:
 
 
 def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> None:
-    """Require one source of weights: the model on rank 0, or a checkpoint at ``path``.
-
-    ``is_bare``: the model of rank 0, or of the first rank of a section, is on the meta device.
-
-    Raises UserError: no source exists, or the checkpoint would replace trained adapters.
-    """
+    """Raise UserError unless weights are in the model (not if it ``is_bare``), or else in a checkpoint at ``path``."""
     if path is None and is_bare:
         raise UserError(
             "the model on rank 0 is on the meta device, but weights_path is not set; pass weights_path, or build the "

@@ -160,8 +160,7 @@ def units_by_stage(
 ) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
-    Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
-    backward is the last one, so all gradients exist when its units are reduced. Those ``of_encoders`` have no stage.
+    Units outside of blocks, such as embeddings, belong to this rank's first stage, whose backward is the last one.
     """
     of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
     first = stages.local[0]

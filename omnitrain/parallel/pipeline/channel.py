@@ -17,11 +17,7 @@ Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients)
 
 
 class StageChannel:
-    """Point-to-point messages between this rank and the other pipeline ranks of its column of the mesh.
-
-    ``groups``: direction -> group with both of its ranks. ``ranks``: global rank of each pipeline rank of the column.
-    ``rank``: pipeline rank of this process.
-    """
+    """Messages between this rank and others of its column; ``groups`` are by direction, ``ranks`` by pipeline rank."""
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], ranks: Sequence[int], rank: int) -> None:
         self._groups, self._ranks, self._rank = groups, ranks, rank

@@ -139,11 +139,10 @@ def answer_file(
 
 
 def prompts_of(file: Path) -> list[Row]:
-    """Read the prompts of a file: rows as of a data set, or lines with ``prompt``, and with files of media.
+    """Read the prompts of a file: JSON Lines or parquet with ``messages``, as data sets are, or JSON Lines with texts.
 
-    ``file``: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
-    objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths). Raises
-    DataError: a line is neither.
+    Such objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths).
+    Raises DataError: a line is neither.
     """
     has_lines = file.suffix == ".jsonl" and file.is_file()
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []
