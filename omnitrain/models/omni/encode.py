@@ -235,7 +235,7 @@ def with_all_inputs(model: Any, pack: Pack) -> Pack:
 
 
 def with_projector_inputs(pack: Pack, divided: Collection[str]) -> Pack:
-    """Return a pack in which the projectors of divided encoders have items, too: the items of their towers, without pixels.
+    """Return a pack in which projectors of divided encoders have items, too: the items of their towers, without pixels.
 
     Args:
         pack: a micro-batch.
