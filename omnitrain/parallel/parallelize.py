@@ -209,9 +209,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     keep_conversions(omni)
 
     # What trains, and in which precision
-    for name, parameters in omni.components.items():
-        for parameter in parameters.values() if prepared.plans[name].freeze else ():
-            parameter.requires_grad_(False)
+    _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in omni.components.keys() - plans))
@@ -233,8 +231,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     experts = _spread_experts(omni, plans, prepared.plan, state, calling)
     foundation = plans.get(FOUNDATION, ComponentPlan())
     async_ulysses = apply_async_ulysses(omni, state.size("sp")) if foundation.async_ulysses else None
-    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
-    towers = {n: SharedTower(omni, omni.components[n].values(), partial(slice_of_call, state)) for n in shared}
+    towers = _share_towers(omni, plans, state)
 
     # Each FSDP unit: recompute and offload, compile, shard
     units = find_units(omni, experts)
@@ -268,6 +265,12 @@ def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader |
         drop_parameters(model, absent)
     if absent:
         ignore_absent_in_device()
+
+
+def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
+    for name, parameters in model.components.items():
+        for parameter in parameters.values() if plans[name].freeze else ():
+            parameter.requires_grad_(False)
 
 
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
@@ -357,6 +360,12 @@ def _spread_experts(
         if "tp" in calling_axes(plans[name]):
             use_tp_dispatch(model, layers, calling[name].tp_mesh)
     return spread
+
+
+def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
+    """The components whose calls all ranks of a sequence group make together."""
+    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
+    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
 
 
 def _apply_recompute_and_offload(

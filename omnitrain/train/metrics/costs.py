@@ -131,6 +131,21 @@ class Facts:
 
 def advice(costs: Costs, facts: Facts) -> Iterator[str]:
     """Yield what to try, one line each; only where the figures say that it matters."""
+    yield from _within_a_rank(costs, facts)
+    yield from _between_ranks(costs, facts)
+    if (share := costs.share(OPTIMIZER)) >= 0.15:
+        yield (
+            f"the optimizer takes {share:.0%}: train.packs_per_step={2 * facts.packs_per_step} updates once for twice "
+            "as many packs"
+        )
+    if facts.fill < 0.85:
+        yield (
+            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
+            "epoch has few rows for each of the train.packs_per_step packs, since no pack has rows of two epochs"
+        )
+
+
+def _within_a_rank(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("wait for data")) >= 0.05:
         yield (
             f"waiting for data takes {share:.0%}: data.workers={facts.workers + 2} prepares rows in more processes; "
@@ -148,6 +163,9 @@ def advice(costs: Costs, facts: Facts) -> Iterator[str]:
             f"the backward computes {share:.0%} of the time what the forward has computed: if memory is left, try "
             "memory.recompute: selective, or none, in parallel.default"
         )
+
+
+def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
     if (share := costs.share("of FSDP")) >= 0.1 and facts.ranks > 1:
         yield (
             f"gathering weights and reducing gradients take {share:.0%}: parallel.default.mode=hsdp or replicate "
@@ -165,16 +183,6 @@ def advice(costs: Costs, facts: Facts) -> Iterator[str]:
                 f"the busiest rank encodes {imbalance:.2f} times the mean with {name}: "
                 f"parallel.components.{name}.place=world divides its items among all ranks"
             )
-    if (share := costs.share(OPTIMIZER)) >= 0.15:
-        yield (
-            f"the optimizer takes {share:.0%}: train.packs_per_step={2 * facts.packs_per_step} updates once for twice "
-            "as many packs"
-        )
-    if facts.fill < 0.85:
-        yield (
-            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
-            "epoch has few rows for each of the train.packs_per_step packs, since no pack has rows of two epochs"
-        )
 
 
 def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:
