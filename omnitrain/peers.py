@@ -98,11 +98,13 @@ class GlooGroup(Peers):
     """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
     Every rank must create it, in the same order relative to other process groups, and use it in the main thread alone:
-    equal ranks share one group. ``groups``: global ranks of each; a rank is in one of them. None: one of all ranks.
+    equal ranks share one group. ``groups``: global ranks of each; a rank is in one of them; one rank alone needs no
+    group. None: one of all ranks.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        for ranks in [range(dist.get_world_size())] if groups is None else groups:
+        several = None if groups is None else [ranks for ranks in groups if len(ranks) > 1]
+        for ranks in [range(dist.get_world_size())] if several is None else several:
             group = shared_group("peers", ranks, "peers", backend="gloo", timeout=PATIENCE)
             if group is not None:
                 self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
