@@ -56,8 +56,8 @@ class ModelLayout:
 
     # the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
     state: ParallelState
-    # component -> the factorisation of the ranks that share its matrices: that of its section, or one of its own.
-    # Another section's has no process groups.
+    # component -> the state of the ranks that share its matrices: the state of its section, or one of its own.
+    # The state of another section has no process groups.
     states: Mapping[str, ParallelState]
     components: Mapping[str, ComponentLayout]  # component -> its layout
     topology: Topology  # where and when each component runs

@@ -20,8 +20,8 @@ from omnitrain.models.adapters.lora import add_lora
 from omnitrain.models.contract.check import require_attention_backend
 from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.attention.choose import AUTO, require_trainable
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS

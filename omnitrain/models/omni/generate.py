@@ -27,7 +27,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.ops.device import to_device
@@ -182,7 +182,7 @@ class _Batch(NamedTuple):
     Attributes:
         places: their indices.
         samples: the rows, in the order of packs, in which towers encode many of them at once.
-        copies: the row of each prompt, and with guidance that of each without its condition.
+        copies: the row of each prompt, and with guidance a second row of each, without its condition.
         media: for each pack of rows, their lengths, and their media.
     """
 
@@ -385,7 +385,7 @@ class _Foundation:
         self.text_token = text_token
         self.given = packs[0].forward_inputs  # of a prompt alone
         _require_no_rows(self.given, longest)
-        self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
+        self.inserted: list[_Cells] = []  # cells of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
         self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
         self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))

@@ -48,7 +48,7 @@ class _SampleTokens:
     """The tokens of the current forward on this rank that belong to samples.
 
     ``valid`` ``[v]`` int64 are their positions on this rank, ``sample`` ``[v]`` int64 the sample of each. ``num_local``
-    counts tokens on this rank, with those of no sample; ``is_slice``: other ranks have other tokens of the pack.
+    counts all tokens on this rank, also tokens of no sample; ``is_slice``: other ranks have other tokens of the pack.
     """
 
     valid: Tensor

@@ -146,8 +146,8 @@ def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
 
     ``work`` must return the same on these ranks, such as the first rank of each section.
 
-    Raises UserError: one of these ranks raised it; raised on all ranks; TrainingError: one of them raised another
-    error; raised on the other ranks, while that rank raises its error.
+    Raises UserError, on all ranks: ``work`` raised it on one of these ranks; TrainingError: ``work`` raised another
+    error on another rank, which raises that error itself.
     """
     result: T | None = None
     failed: Exception | None = None

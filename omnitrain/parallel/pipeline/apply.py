@@ -25,7 +25,7 @@ from omnitrain.parallel.pipeline.stages import (
     stages_of,
 )
 from omnitrain.parallel.state import ParallelState
-from omnitrain.peers import GlooGroup, Peers
+from omnitrain.peers import GlooGroup, Peers, gloo_group_of
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
@@ -90,9 +90,10 @@ def cut_into_stages(
     pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
     made = {ranks: [mesh_group(own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
-    column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
+        gloo_group_of(columns.tolist())
         return None
+    column = GlooGroup(columns.tolist())
     ignore_absent_in_device()
     group = state.pp_mesh.get_group()
     shared = {ranks: one for ranks, groups in made.items() for one in groups if one is not None}

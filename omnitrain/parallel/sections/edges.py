@@ -277,8 +277,8 @@ def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm
     first = model.media_names[component][0]
     of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
     with torch.no_grad(), torch.random.fork_rng(of_gpu):
-        pattern = call_component(model, component, {}, {first: 1}).pattern.without_items()
-    return FeatureForm(_on(pattern, torch.device("cpu")), model.has_backward(component))
+        features, _ = call_component(model, component, {}, {first: 1})
+    return FeatureForm(_on(features.without_items(), torch.device("cpu")), model.has_backward(component))
 
 
 def _on(pattern: MediaFeatures, device: torch.device) -> MediaFeatures:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from omnitrain.models.omni.flops import ModelFlops, PackFlops
-from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.flops import Recomputed
