@@ -183,7 +183,7 @@ class _PackedSpan(NamedTuple):
 
     @property
     def features(self) -> Features:
-        """Those of the item, with its seeds."""
+        """The features of the item, with its seeds."""
         features, sample = self.span.item.features, self.sample
         if SEEDS not in features:
             return features

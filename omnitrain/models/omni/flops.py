@@ -53,7 +53,7 @@ class PackFlops:
         self.components[name] = self.components.get(name, Passes()) + passes
 
     def add_all(self, other: PackFlops) -> None:
-        """Add those of ``other``."""
+        """Add the FLOPs of ``other``."""
         for name, passes in other.components.items():
             self.add(name, passes)
 
