@@ -165,5 +165,5 @@ def test_blocks_that_run_without_gradients_are_not_cut() -> None:
     """HRM runs the first turns of its recurrence without gradients, so a first stage would learn nothing."""
     config = next(small_configs("hrm_text"))
     assert config.num_layers_per_stack == 2  # as deep as it was declared, one of its tests took 90 s
-    with pytest.raises(UserError, match="HRM cannot be cut into pipeline stages: .* runs the blocks before the cut wi"):
+    with pytest.raises(UserError, match=r"HRM cannot be cut into pipeline stages: .* runs the blocks before the cut"):
         pair_of(config).ours.stage_contract.require("HRM", 2)
