@@ -29,7 +29,7 @@ from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention.install import use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, seeing_blocks
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
@@ -75,6 +75,13 @@ class FoundationRunner:
         self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
+
+    @property
+    def why_causal(self) -> str:
+        """Why no token can see a later one, whatever the masks are; empty: it can."""
+        if self.contract.attention != "omnitrain":
+            return "it has attention code of its own"
+        return "it has recurrent layers" if self.contract.segmented else ""
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""
@@ -188,7 +195,8 @@ class FoundationRunner:
             self.in_forward.require_whole_model(pack)
         local = pack if sequence_slice is None else cut_pack(pack, sequence_slice)
         read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
-        with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
+        read_rows = None if pack.forward_inputs else ReadRows(read, local.num_tokens)
+        with reading(read_rows), seeing_blocks(pack.block_ids):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
     def _loss(

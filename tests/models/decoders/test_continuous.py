@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from statistics import mode
 
 import numpy as np
 import pytest
@@ -83,20 +84,19 @@ def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> No
 
 
 def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
-    """Prompts, all of which the model answers with an image and then text: what it begins with starts one."""
+    """Prompts, some of which the model answers with an image and then text, and some with text alone."""
     model = build(decoder)
     model.config.condition_dropout = True
     processor = tiny_processor(model)
-    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(4)]
-    drawn = {answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)}
-    (start,) = drawn
-    processor.start_tokens = {"image": start, "audio": 5}
+    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(6)]
+    drawn = [answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)]
+    processor.start_tokens = {"image": mode(drawn), "audio": 5}
     return model, processor, prompts
 
 
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
     def modes(of: Sequence[Answer]) -> list[list[str]]:
-        return [[mode for mode, _ in answer.tokens] for answer in of]
+        return [[one for one, _ in answer.tokens] for answer in of]
 
     def values(of: Sequence[Answer]) -> list[Token]:
         return [number for answer in of for _, token in answer.tokens for number in np.atleast_1d(token)]
@@ -113,8 +113,8 @@ def test_a_batch_writes_what_each_prompt_alone_writes_with_and_without_cache(
     model, processor, prompts = prompted(decoder)
     options = {"max_new_tokens": TOKENS, "sampling": sampling}
     together = generate(model, processor, prompts, **options)
-    assert all(isinstance(answer.parts[0], Image.Image) for answer in together)
-    assert len({answer.parts[0].tobytes() for answer in together}) == len(prompts)
+    images = [part.tobytes() for answer in together for part in answer.parts if isinstance(part, Image.Image)]
+    assert len(set(images)) == len(images) >= 2
     for number, prompt in enumerate(prompts):
         assert_same(generate(model, processor, [prompt], numbers=[number], **options), [together[number]])
     assert_same(generate(model, processor, prompts, use_cache=False, **options), together)
@@ -154,7 +154,7 @@ def test_ranks_write_what_one_process_writes(ranks: RankPool, decoder: str, plan
 
 def test_guidance_moves_velocities_as_two_flows_by_hand() -> None:
     model = build("flow head").image_decoder
-    hidden = torch.randn(4, 32)  # two sequences with the condition, then without
+    hidden = torch.randn(4, 1, 32)  # two sequences with the condition, then without
     noise = torch.randn(2, 48)
 
     class ByHand:
@@ -168,9 +168,9 @@ def test_guidance_moves_velocities_as_two_flows_by_hand() -> None:
     expected = noise
     for step in range(4):
         time = torch.full((2, 1), step / 4)
-        c, u = (model.velocity(expected, time, states) for states in hidden.split(2))
+        c, u = (model.velocity(expected, time, states) for states in hidden[:, 0].split(2))
         expected = expected + (u + 3.0 * (c - u)) / 4
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[:, 0], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_patches_of_pixels_are_an_exact_inverse() -> None:
