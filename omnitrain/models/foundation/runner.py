@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
@@ -81,7 +82,14 @@ class FoundationRunner:
         """Why no token can see a later one, whatever the masks are; empty: it can."""
         if self.contract.attention != "omnitrain":
             return "it has attention code of its own"
-        return "it has recurrent layers" if self.contract.segmented else ""
+        is_recurrent = self.contract.segmented or not self.has_keys_alone
+        return "it has recurrent layers" if is_recurrent else ""
+
+    @property
+    def has_keys_alone(self) -> bool:
+        """Whether its layers keep keys and values, and no other state."""
+        layers = DynamicCache(config=self.model.config).layers
+        return {*map(type, layers)} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""

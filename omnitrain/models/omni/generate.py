@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
@@ -285,7 +285,8 @@ class _Foundation:
         self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
         self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
-        self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))
+        # Of stages, layers with another state have no length to fill up.
+        self.uses_cache = use_cache and (not model.inference.is_cut or self.runner.has_keys_alone)
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold
         blocks = [pack.block_ids for pack in packs]
@@ -428,12 +429,6 @@ def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torc
     result = old.clone()
     result[rows] = new[rows]
     return result
-
-
-def _can_fill_up(model: OmniModel) -> bool:
-    """Whether :func:`_fill_up` works: layers with a state other than keys and values have no length."""
-    layers = DynamicCache(config=model.foundation.config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:
