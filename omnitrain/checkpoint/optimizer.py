@@ -117,7 +117,12 @@ class _Planner(dcp.DefaultSavePlanner):
 
     @override
     def create_local_plan(self) -> SavePlan:
-        items = [_item(piece) for piece in self._state.pieces]
+        items = []
+        for place in (piece.place for piece in self._state.pieces):
+            index = MetadataIndex(place.name, torch.Size(place.offsets))
+            chunk = ChunkStorageMetadata(torch.Size(place.offsets), torch.Size(place.sizes))
+            data = TensorWriteData(chunk, TensorProperties(dtype=place.dtype), torch.Size(place.shape))
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._state.values]
         return SavePlan(items)
 
@@ -125,13 +130,6 @@ class _Planner(dcp.DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         values, offset = self._state.values, index.offset
         return values[index.fqn] if offset is None else self._tensors[index.fqn, tuple(offset)]
-
-
-def _item(piece: Piece) -> WriteItem:
-    place = piece.place
-    chunk = ChunkStorageMetadata(offsets=torch.Size(place.offsets), sizes=torch.Size(place.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=place.dtype), torch.Size(place.shape))
-    return WriteItem(MetadataIndex(place.name, torch.Size(place.offsets)), WriteItemType.SHARD, tensor_data=data)
 
 
 def _together(peers: Peers, work: Callable[[], T]) -> T:

@@ -41,19 +41,7 @@ _SHARDED = "leave it out: ot.step_planner(model) divides the packs of all ranks,
 
 __getattr__ = on_first_use(
     __name__,
-    {
-        "ChatRenderer": "omnitrain.data.render.renderer",
-        "MediaSpan": "omnitrain.data.packing.sample",
-        "OmniDataCollatorWithPacking": "omnitrain.data.render.packing_collator",
-        "OmniProcessor": "omnitrain.data.render.processor",
-        "Pack": "omnitrain.data.packing.pack",
-        "Rejected": "omnitrain.data.packing.sample",
-        "TemplateRenderer": "omnitrain.data.render.template_renderer",
-        "Waveform": "omnitrain.data.sources.media",
-        "build_dataloader": "omnitrain.data.loading.loader",
-        "open_sources": "omnitrain.data.sources.rows",
-        "pack_all": "omnitrain.data.packing.budget",
-    },
+    __file__,
     {  # what VeOmni's package of this name has, or had, besides
         "build_dataset": _ROWS,
         "build_mapping_dataset": _ROWS,

@@ -75,10 +75,7 @@ _running: _Turns | None = None  # a process runs at most one pair
 
 
 def give_turn() -> None:
-    """Let the other of two running passes run until it waits. Call it just before waiting for communication.
-
-    Does nothing if no pair runs.
-    """
+    """Let the other of two passes, if any, run until it waits; call it just before waiting for communication."""
     if _running is not None:
         _running.give()
 

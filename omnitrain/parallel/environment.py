@@ -69,10 +69,7 @@ def missing_variables() -> Iterator[Variable]:
 
 
 def gpu_of_rank() -> torch.device:
-    """Return the GPU of this rank: that of its local rank among those that it sees.
-
-    A task of Slurm or Kubernetes may see one GPU alone, whatever its local rank is.
-    """
+    """Return the GPU of this rank's local rank among those that it sees, or the only one that it sees."""
     import torch
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -49,10 +49,7 @@ class WindowChooser:
         self.choices, self.passes, self.num_parameters = tuple(choices), passes, dict(num_parameters)
 
     def __call__(self, topology: Topology, tables: StepTables) -> Topology:
-        """Return the topology with the windows of this step.
-
-        Raises UserError: the features of single micro-batches are more than a limit allows.
-        """
+        """Return the topology with the windows of this step; UserError: a micro-batch's features are above a limit."""
         number = len(tables.counts)
         for choice in self.choices if number else ():
             passes, features = self.passes(number), features_of(topology, tables, choice.component)
@@ -103,11 +100,7 @@ def features_of(topology: Topology, tables: StepTables, component: str) -> np.nd
 
 
 def peak(passes: Schedule, size: int, is_trained: bool, features: np.ndarray) -> int:
-    """Return the most ``features`` (:func:`features_of`) that wait on a rank of the first stage at a time.
-
-    They wait from the exchange of their window, of ``size`` micro-batches, to its backward; features of a frozen
-    encoder to the backward of their micro-batch. ``passes``: forwards and backwards of the step.
-    """
+    """Return the most ``features`` that wait on a first stage's rank, from their exchange to their last backward."""
     return int((_waiting(passes, size, is_trained) @ features).max())
 
 

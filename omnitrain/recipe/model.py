@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from omnitrain.recipe.hf_config import check_hf_config_keys
-from omnitrain.recipe.hf_processor import check_hf_processor_keys
+from omnitrain.recipe.hf_config import check_hf_config_keys, check_hf_processor_keys
 from omnitrain.recipe.strict import Idle, Problem, Strict
 
 

@@ -21,7 +21,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.build import decayed_parameters

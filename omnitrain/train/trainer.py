@@ -50,7 +50,7 @@ from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_
 from omnitrain.train.prepare import open_data, prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
 from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
-from omnitrain.train.run_state.save import Saver, TrainingState, checkpoint_bytes, read_state
+from omnitrain.train.run_state.save import Saver, TrainingState, checkpoint_bytes, load_optimizers, read_state
 from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.saves import Saves
 
@@ -117,6 +117,7 @@ class Trainer:
         started = time.perf_counter()
         recipe = self._join(recipe, callbacks)
         self.resumed, self._continues = self.folder.checkpoint_to_resume(self.ranks.peers, resume), resume == "auto"
+        saved, trained = read_state(self.resumed) if self.resumed else (TrainingState(), [])
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
@@ -124,7 +125,8 @@ class Trainer:
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         self.ema = AveragedWeights(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
         optimizers = {OPTIMIZER: self.optimizer} | ({EMA_FOLDER: self.ema} if self.ema else {})
-        saved = read_state(self.resumed, self.model, optimizers) if self.resumed else TrainingState()
+        if self.resumed:
+            load_optimizers(self.resumed, self.model, optimizers, trained)
         folder = self.folder.path
         self.measures = RunMeasures(recipe, prepared, self.ranks, self.device, folder, saved, started)
         self.recipe = self.folder.recipe = self.measures.settled_in(recipe)

@@ -160,13 +160,7 @@ class OmniProcessor:
         return replace(pieces[0], more=tuple(pieces[1:]))
 
     def _try(
-        self,
-        row: Row,
-        messages: list[Message],
-        index: int,
-        *,
-        for_generation: bool,
-        dropped: Collection[str] = (),
+        self, row: Row, messages: list[Message], index: int, *, for_generation: bool, dropped: Collection[str] = ()
     ) -> Sample | Rejected:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)

@@ -23,8 +23,8 @@ from omnitrain.optim.adamw import local_shard
 from omnitrain.packages import install_command
 from omnitrain.peers import is_spread
 from omnitrain.recipe.globs import matches, unmatched
-from omnitrain.recipe.lora import ALL_LINEAR, Lora
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import ALL_LINEAR, Lora
 from omnitrain.torch_private import part_of_rank
 
 ADAPTER = "default"  # as peft names it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.discovery import config_nodes, init_peaked_
+from omnitrain.models.discovery import config_nodes
 from omnitrain.ops.config_value import config_value
 from omnitrain.torch_private import Dropout
 from omnitrain.transformers_private import set_attention
@@ -274,3 +275,22 @@ def _tokens(node: PreTrainedConfig) -> dict[str, list[int]]:
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(config_value(node, name), int)), None)
+
+
+@torch.no_grad()
+def init_peaked_(model: nn.Module) -> None:
+    """Draw all weights again, in place, by names and shapes: attention is peaked, norms and biases matter.
+
+    Matrices have a gain of 1.5 over their fan-in (embeddings: variance 1), vectors are around 1 (if ones) or 0.
+    """
+    for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator().manual_seed(index)
+        if parameter.ndim < 2:
+            center = 1.0 if parameter.numel() and bool((parameter == 1).all()) else 0.0
+            parameter.normal_(center, 0.2, generator=generator)
+        else:
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter[0].numel()), generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            generator = torch.Generator().manual_seed(-1)
+            module.weight.normal_(generator=generator)

@@ -302,6 +302,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         forward_arguments=discovery.forward_arguments,
         refused=discovery.refused,
         media_arguments={modality: interface.arguments for modality, interface in discovery.interfaces.items()},
+        video_marks=discovery.extras.video_marks,
     )
 
 

@@ -1,4 +1,4 @@
-"""Encode sound by any HF audio encoder that takes log-mel chunks of a fixed length, such as Whisper's."""
+"""Encode sound by HF towers that take log-mel chunks of a fixed length (Whisper), or waveforms (wav2vec2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from omnitrain.data.packing.sample import Features
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.towers import FeatureProjector, ProjectorSettings, merge_frames, tower_from_config
+from omnitrain.models.encoders.towers import (
+    WAVEFORM,
+    FeatureProjector,
+    ProjectorSettings,
+    merge_frames,
+    reads_waveforms,
+    tower_from_config,
+)
+from omnitrain.models.encoders.waveforms import clip_features, merged_frames
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
 from omnitrain.torch_private import assert_async
@@ -22,7 +30,7 @@ from omnitrain.transformers_private import ContainerModel, audio_lengths
 
 
 class AudioAdapter(ComponentAdapter):
-    """Convert waveforms to log-mel chunks by the HF feature extractor. A long clip becomes several chunks."""
+    """Convert sound by the HF feature extractor to log-mel chunks, several of a long clip, or to a waveform."""
 
     modalities = ("audio",)
 
@@ -40,10 +48,23 @@ class AudioAdapter(ComponentAdapter):
                 "which returns the number of features of a clip"
             )
         self._num_features: Callable[[torch.Tensor], torch.Tensor] = lengths
+        self._tower = tower
+        self._is_waveform = reads_waveforms(type(tower), tower.config)
+        if self._is_waveform and WAVEFORM not in self.extractor.model_input_names:
+            raise UserError(f"{type(self.extractor).__name__} makes no waveforms, which {type(tower).__name__} reads")
+        if not self._is_waveform and not hasattr(self.extractor, "n_samples"):
+            raise UserError(
+                f"{type(self.extractor).__name__} does not cut sound into chunks of a fixed length: it has no "
+                "`n_samples`, as Whisper's has"
+            )
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
-        """Return the log-mel chunks of one clip (shapes: :meth:`AudioEncoder.lm_encode`) and its number of tokens."""
+        """Return the chunks or the waveform of a clip (shapes: :meth:`AudioEncoder.lm_encode`), and its tokens."""
         waveform: Waveform = media.resampled(self.extractor.sampling_rate)
+        if self._is_waveform:
+            (values,) = self.extractor(waveform.samples, sampling_rate=waveform.rate, return_tensors="np")[WAVEFORM]
+            count = int(self._num_features(torch.tensor(len(values))))
+            return clip_features(self._tower, values.astype(np.float32), count, self.merge)
         size = self.extractor.n_samples
         chunks = [waveform.samples[start : start + size] for start in range(0, len(waveform.samples), size)]
         output = self.extractor(
@@ -59,17 +80,12 @@ class AudioAdapter(ComponentAdapter):
 
 
 def feature_extractor(settings: dict[str, Any]) -> Any:
-    """Build the HF feature extractor; raise UserError if it is unknown or makes no chunks of a fixed length."""
+    """Build the HF feature extractor; raise UserError if it is unknown."""
     name = settings.pop("feature_extractor_type")
     extractor_class = feature_extractor_class_from_name(name)
     if extractor_class is None:
         raise UserError(f"transformers has no feature extractor {name!r}")
-    extractor = extractor_class(**settings)
-    if not hasattr(extractor, "n_samples"):
-        raise UserError(
-            f"{name} does not cut sound into chunks of a fixed length: it has no `n_samples`, as Whisper's has"
-        )
-    return extractor
+    return extractor_class(**settings)
 
 
 class AudioEncoder(ContainerModel, EncoderMixin):
@@ -95,14 +111,18 @@ class AudioEncoder(ContainerModel, EncoderMixin):
         """Encode clips of ``num_tokens`` features each, without padding: ``[sum(num_tokens), hidden]``.
 
         ``features``: ``input_features`` ``[chunks, mels, frames]`` fp32; ``num_rows`` ``[chunks]`` int64, of features.
+        For towers that read waveforms, see :func:`clip_features`.
         Raises RuntimeError (on CUDA in an assertion): the tower gives another number.
         """
         return self.lm_project(self.lm_tower(features, num_tokens))
 
     def lm_tower(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> TensorFeatures:
         """First part of :meth:`lm_encode`: ``main``, the joined frames of the tower."""
-        output = self.tower(features["input_features"].to(self.tower.dtype)).last_hidden_state
-        merged = merge_frames(output, self.projector.factor)
+        if WAVEFORM in features:
+            merged = merged_frames(self.tower, features, self.projector.factor)
+        else:
+            output = self.tower(features["input_features"].to(self.tower.dtype)).last_hidden_state
+            merged = merge_frames(output, self.projector.factor)
         is_sound = torch.arange(merged.size(1), device=merged.device) < features["num_rows"][:, None]
         total, kind = sum(num_tokens), type(self.tower).__name__
         assert_async(is_sound.sum() == total, f"{kind} did not give one feature for each of {total} placeholders")

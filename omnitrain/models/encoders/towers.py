@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +13,35 @@ from omnitrain.errors import UserError
 from omnitrain.models.hf.load import Source, model_class, resolve
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
 
+WAVEFORM = "input_values"  # the argument of towers that read samples of sound
+
 
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the tower of a model (see :func:`resolve`), and no other weights; raise UserError if it has none."""
     with weights_left_in_files():
-        tower = _tower_of(resolve(source, dtype=dtype), modality)
+        tower = _tower_of(resolve(source, dtype=dtype, part_of=_without_draws), modality)
     read_weights(tower)
     return tower
 
 
 def tower_from_config(config: PreTrainedConfig, modality: str) -> PreTrainedModel:
     """Build a tower with random weights."""
-    return _tower_of(model_class(config)(config), modality)
+    return _tower_of(model_class(config)(_without_draws(config)), modality)
+
+
+def reads_waveforms(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether a tower reads samples of sound, and no spectrogram."""
+    return kind.main_input_name == WAVEFORM and not hasattr(config, "num_mel_bins")
+
+
+def _without_draws(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Switch off dropout, layer drop and SpecAugment of waveform towers, whose random numbers follow the layout."""
+    if reads_waveforms(model_class(config), config):
+        config = copy.deepcopy(config)
+        for key, value in [*vars(config).items()]:
+            if isinstance(value, float) and ("drop" in key or (key.startswith("mask_") and key.endswith("_prob"))):
+                setattr(config, key, 0.0)
+    return config
 
 
 def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:

@@ -25,7 +25,7 @@ from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
-from omnitrain.models.encoders.towers import tower_from_source
+from omnitrain.models.encoders.towers import reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
 from omnitrain.models.hf.load import (
     Source,
@@ -34,6 +34,7 @@ from omnitrain.models.hf.load import (
     config_at,
     foundation_class,
     foundation_config,
+    model_class,
     require_folder,
     require_sub_configs,
     resolve,
@@ -347,8 +348,10 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
         "hidden_size": hidden_size,
     }
     if is_audio:
-        bins = getattr(tower.config, "num_mel_bins", None)
-        derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
+        derived: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
+        if not reads_waveforms(type(tower), tower.config):
+            bins = getattr(tower.config, "num_mel_bins", None)
+            derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
         extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, lambda: derived)
         return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
@@ -370,14 +373,14 @@ def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[st
 
 
 def _is_audio(name: str, spec: Encoder) -> bool:
-    """Whether the tower's config has spectrogram bins (audio) or patches (vision)."""
+    """Whether the tower's config has spectrogram bins, or its class takes waveforms (audio); or it has patches."""
     config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
     nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
-    if any(hasattr(node, "num_mel_bins") for node in nodes):
+    if any(hasattr(node, "num_mel_bins") for node in nodes) or reads_waveforms(model_class(config), config):
         return True
     if any(hasattr(node, "patch_size") for node in nodes):
         return False
-    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision tower nor a spectrogram encoder")
+    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision nor an audio tower")
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:

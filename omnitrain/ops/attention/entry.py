@@ -272,10 +272,7 @@ IRRELEVANT = {
 
 
 def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments, unless None or False, that could change the result and that packed attention would ignore.
-
-    Raises UserError: names the arguments, and the class of the layer.
-    """
+    """Raise UserError for arguments that are set, could change the result, and that packed attention ignores."""
     unknown = [
         name
         for name, value in arguments.items()

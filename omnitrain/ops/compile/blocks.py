@@ -38,10 +38,7 @@ def _counting(name: str) -> Callable[..., Any]:
 
 
 class CompiledBlocks:
-    """The blocks that :func:`compile_blocks` compiled, by ``names``, and their number of compilations.
-
-    Equal blocks share code, so they compile once; so do the blocks of equal models.
-    """
+    """The blocks that :func:`compile_blocks` compiled, and how often; equal ones, also of equal models, share code."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], max_recompiles: int) -> None:
         self.names = list(blocks)
@@ -69,10 +66,7 @@ class CompiledBlocks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the blocks without compilation: for generation, whose inputs differ.
-
-        Attention and losses that are compiled separately stay compiled; they would need far more memory otherwise.
-        """
+        """Run the blocks, but not attention and losses, without compilation: for generation, whose inputs differ."""
         compiled = [torch_private.compiled_call(block) for block in self._blocks]
         for block in self._blocks:
             torch_private.set_compiled_call(block, None)
@@ -125,11 +119,7 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def keep_compilations() -> None:
-    """Raise torch's limit of compilations of one piece of code for this thread; call it where compiled code runs.
-
-    Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
-    another thread than the forward.
-    """
+    """Raise torch's limit of compilations for this thread: on a GPU, backwards recompute blocks in another one."""
     config = torch_private.dynamo_config()
     if config.recompile_limit < _KEPT:
         config.recompile_limit = _KEPT

@@ -48,10 +48,7 @@ class Dispatcher(Protocol):
         """Plan the exchange from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
-        """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
-
-        :meth:`DispatchHandle.combine` uses the weights ``[T, k]``.
-        """
+        """Send a row of each token ``[T, H]`` to each of its experts; differentiable, with combining by ``weights``."""
 
 
 class _LocalDispatcher:

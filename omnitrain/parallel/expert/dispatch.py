@@ -83,10 +83,7 @@ class ChunkSplits:
 
 @dataclass(frozen=True, eq=False)
 class DispatchPlan:
-    """The exchange of one layer, and of each of its chunks.
-
-    ``routes`` sorts this rank's tokens into rows by the chunk of their experts, then by rank, then by expert.
-    """
+    """The exchange of one layer and of its chunks; ``routes`` sorts rows by chunk, then by rank, then by expert."""
 
     routes: permute.TokenPermutation
     chunks: tuple[ChunkSplits, ...]
@@ -187,10 +184,7 @@ def _starts(lengths: Tensor) -> Tensor:
 
 
 class ChunkedDispatch:
-    """A :class:`omnitrain.ops.experts.DispatchHandle` between ranks.
-
-    It holds the exchanges in flight, instead of the layer: several forwards may run before their backwards.
-    """
+    """A :class:`omnitrain.ops.experts.DispatchHandle` between ranks, with the exchanges in flight of one forward."""
 
     def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]

@@ -284,10 +284,7 @@ def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
 # Losses are sums over tokens, so ranks can add them. ``p_te`` is the softmax of the scores of token ``t`` over ``E``
 # experts, of which each token takes ``k``.
 def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_experts: int) -> Tensor:
-    """Count how often the tokens of each sample chose each expert: ``[samples, E]`` fp32.
-
-    ``index`` ``[t, k]`` are the chosen experts, ``sample`` ``[t]`` int64 the index of each token's sample.
-    """
+    """Count how often each sample's tokens chose each expert, from ``index`` ``[t, k]``: ``[samples, E]`` fp32."""
     place = (sample.unsqueeze(-1) * num_experts + index).view(-1)
     counts = torch.zeros(num_samples * num_experts, device=index.device)
     return counts.scatter_add_(0, place, torch.ones_like(place, dtype=counts.dtype)).view(num_samples, num_experts)
@@ -310,10 +307,7 @@ def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
 
 
 def micro_batch_balance(scores: list[Tensor], index: list[Tensor]) -> Tensor:
-    """Compute transformers' ``load_balancing_loss_func`` over all layers of one micro-batch; no sum over tokens.
-
-    ``scores`` are ``[t, E]`` and ``index`` ``[t, k]`` of each layer.
-    """
+    """Compute transformers' ``load_balancing_loss_func`` over the layers of a micro-batch; no sum over tokens."""
     probabilities, chosen = torch.cat(scores).float().softmax(-1), torch.cat(index)
     rows = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
     counts = counts_per_sample(chosen, rows, 1, probabilities.size(-1))[0]

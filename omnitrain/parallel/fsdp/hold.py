@@ -66,10 +66,7 @@ class HeldUnits:
             self._units[name].reshard()
 
     def reduce(self, names: Sequence[str]) -> None:
-        """Reduce the gradients that units have added up, and free their weights.
-
-        All ranks of their meshes must call it with the same units, after the last backward that runs them.
-        """
+        """Reduce the gradients of units after their last backward, and free their weights; on all of their ranks."""
         for name in reversed(names):
             unit = self._units[name]
             unit.set_reshard_after_backward(True, recurse=False)

@@ -72,10 +72,7 @@ def adapters_at(path: str, model: OmniModel) -> dict[str, Adapters]:
 
 
 def require_same_adapters(adapters: dict[str, Adapters]) -> None:
-    """Require the same adapters (component -> those it has, or its checkpoint adds) on all ranks; all must call this.
-
-    Raises UserError: a rank has other adapters than rank 0; raised on all ranks.
-    """
+    """Raise UserError on all ranks, which must call this, if one has, or will load, other adapters than rank 0."""
     by_rank = gathered_objects(adapters)
     for rank, of_rank in enumerate(by_rank):
         if of_rank != by_rank[0]:
@@ -118,10 +115,7 @@ def require_equal_weights(model: nn.Module) -> None:
 
 
 def require_same_parameters(model: nn.Module) -> None:
-    """Require parameters with equal names, shapes and ``requires_grad`` on all ranks, before rank 0 broadcasts them.
-
-    All ranks must call this; a difference is a UserError on all ranks.
-    """
+    """Raise UserError on all ranks, which must call this, if parameters' names, shapes or flags differ."""
     _require_equal(
         {name: (tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.named_parameters()},
         "differ from rank 0",

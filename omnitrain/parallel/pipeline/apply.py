@@ -25,7 +25,7 @@ from omnitrain.parallel.pipeline.stages import (
     stages_of,
 )
 from omnitrain.parallel.state import ParallelState
-from omnitrain.peers import GlooGroup, Peers
+from omnitrain.peers import GlooGroup, Peers, gloo_group_of
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
@@ -90,9 +90,10 @@ def cut_into_stages(
     pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
     made = {ranks: [mesh_group(own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
-    column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
+        gloo_group_of(columns.tolist())
         return None
+    column = GlooGroup(columns.tolist())
     ignore_absent_in_device()
     group = state.pp_mesh.get_group()
     shared = {ranks: one for ranks, groups in made.items() for one in groups if one is not None}
@@ -124,11 +125,7 @@ def complete_schedule(
 
 
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return only the forwards and backwards of a step, also without a pipeline.
-
-    ``settings``: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
-    ``num_ranks``: number of pipeline ranks. ``num_micro_batches``: number of micro-batches of the step on each rank.
-    """
+    """Return only the forwards and backwards of a step; ``settings`` None: there is no pipeline."""
     if settings is None or (num_ranks == 1 and not settings.overlap):
         return accumulate(num_micro_batches)
     return _generated(_sizes(settings, num_ranks, num_micro_batches))
@@ -181,10 +178,7 @@ def units_by_stage(
 
 
 def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:
-    """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
-
-    They are the same on all stages that hold the parameter, and would count once for each of them.
-    """
+    """Let one stage alone keep earlier gradients before a backward: :func:`add_up_over_stages` then adds them once."""
     for name, parameter in shared.items():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
             parameter.grad.zero_()

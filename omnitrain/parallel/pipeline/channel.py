@@ -28,11 +28,7 @@ class StageChannel:
         self._sent: dict[tuple[str, int], list[Transfer]] = {}
 
     def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Begin to send tensors, which must not change before :meth:`finish`.
-
-        ``kind``: ``F`` or ``B``. ``tensors``: any shapes. ``peer``: pipeline rank of the receiver. ``tag``: number of
-        the message, equal on both sides, and below 2**20.
-        """
+        """Begin to send tensors of any shapes, not to be changed before :meth:`finish`; ``tag`` is below 2**20."""
         self._free((kind, peer))
         sent = send_tensors(tensors, *self._end(kind, self._rank, peer, peer), tag)
         self._sent.setdefault((kind, peer), []).append(sent)

@@ -83,11 +83,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
 
 def parameters_met(model: OmniModel) -> tuple[list[float], float]:
-    """Return the active parameters per token of each block of the foundation, and of its head.
-
-    Of experts, only those that a router chooses count. The numbers are the same before and after tensors are sharded,
-    and on all ranks.
-    """
+    """Return the active parameters per token of each block, sharded or not, and of the head; equal on all ranks."""
     text = model.foundation.config.get_text_config(decoder=True)
     chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
     blocks = [_cost(block, chosen) for block in text_blocks(model.foundation)]
@@ -146,10 +142,7 @@ def holders(
 
 
 def ignore_absent_in_device() -> None:
-    """Let every transformers model take its device from its first parameter that is not absent.
-
-    transformers takes it from the first of all, and forwards make tensors there.
-    """
+    """Let transformers models make tensors on the device of a parameter that is not absent."""
     PreTrainedModel.device = property(_device_of_present)
 
 

@@ -36,20 +36,11 @@ def resolve_plans(
     tensors: TensorPlan,
     present: Mapping[str, Adapters],
 ) -> tuple[dict[str, ComponentPlan], dict[str, Adapters]]:
-    """Return component -> its complete plan, and component -> the adapters that its plan asks for.
+    """Return component -> its complete plan, and component -> the adapters that its plan asks for, or raise PlanError.
 
-    All fields of a plan are set, except ``precision.param`` where parameters keep their dtypes. The model is unchanged.
-
-    Args:
-        model: not parallelized.
-        plan: the user's plan.
-        state: the factorisation of the ranks.
-        flags: the flags of the call, for all components.
-        tensors: the resolved tensor parallelism of the model.
-        present: component -> the adapters that it has, or that its checkpoint adds.
-
-    Raises:
-        PlanError: all contradictions of the plan with the model, the state, the flags or itself.
+    All fields are set, except ``precision.param`` where parameters keep their dtypes. ``present``: component -> the
+    adapters that it has, or that its checkpoint adds. The error has all contradictions with the model, the state, the
+    flags or itself.
     """
     components, names = model.components, _names(model)
     frozen = [name for name, parameters in components.items() if not any(p.requires_grad for p in parameters.values())]

@@ -66,10 +66,7 @@ class Inbox:
         self._post()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Wait for the next message and return its tensors, ``[rows, ...]`` each: leaves without a graph.
-
-        Raises LostRankError: a sender has ended or is silent; ValueError: no message is expected.
-        """
+        """Wait for the next message's tensors, without a graph; LostRankError: a sender has ended or is silent."""
         end, number = self._end, self._num_taken
         if not self._posted:
             raise ValueError(f"rank {end.rank} expects {number} messages of {end.edge}, and takes one more")
@@ -116,11 +113,7 @@ class Outbox:
             self._expected[message.receiver].extend((number, message, part) for part in own)
 
     def push(self, receiver: int, tensors: Sequence[Tensor]) -> None:
-        """Send the next part, ``[rows of the part, ...]`` each, which must not change until the message has left.
-
-        Raises LostRankError: the receiver has ended or is silent; ValueError: no part is expected, or it has other
-        shapes or dtypes.
-        """
+        """Send the next part, ``[rows, ...]`` each, unchanged until the message has left, or raise LostRankError."""
         end = self._end
         if not self._expected[receiver]:
             raise ValueError(f"rank {end.rank} has no more parts of {end.edge} for rank {receiver}")

@@ -58,10 +58,7 @@ def _shard(parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def keep_on_first_tp_rank(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
-    """Before a backward, let only the first ``tp`` rank keep earlier gradients that :func:`add_up_over_tp` will sum.
-
-    They are the same on all of these ranks, and would count once for each of them.
-    """
+    """Let one ``tp`` rank alone keep gradients before a backward, so that :func:`add_up_over_tp` adds them once."""
     if state.tp_rank > 0:
         for gradient in _replicated_gradients(parameters):
             gradient.zero_()

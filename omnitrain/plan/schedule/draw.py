@@ -61,11 +61,7 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
-    """Return a simulated step as data for JSON; times in seconds.
-
-    ``makespan``, ``bubble``, and for each rank and section its ``name``, ``idle``, ``exposed``, ``peak_live`` and its
-    ``events`` with ``action``, ``stream``, ``start`` and ``end``; events without duration are left out.
-    """
+    """Return a simulated step as data for JSON, in seconds; events without duration are left out."""
     schedule = timeline.schedule
 
     def shown(event: Event) -> dict[str, Any]:

@@ -62,11 +62,7 @@ def _timed(
 
 
 def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Return when the first stage, whose actions are ``row``, uses the features of windows of ``size`` micro-batches.
-
-    Returns Window (its first micro-batch) -> index of the first action that reads its features, and of the last one
-    that gives them gradients.
-    """
+    """Return window -> indices in ``row`` of the first action that reads its features, and of their last backward."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(row):

@@ -141,11 +141,9 @@ def generate(
 ) -> Schedule:
     """Return a schedule by its name in a recipe: ``gpipe``, ``1f1b``, ``interleaved`` or ``zbv``.
 
-    ``num_micro_batches``: of a step on each rank. ``num_chunks``: number of stages on each rank; None: 2 for
-    ``interleaved`` and ``zbv``, else 1. ``group_size`` and ``overlap``: see :func:`interleaved`.
-
-    Raises:
-        ScheduleError: no such kind, or the kind does not allow the chunks, the group size or the overlap.
+    ``num_chunks``: number of stages on each rank; None: 2 for ``interleaved`` and ``zbv``, else 1. See
+    :func:`interleaved`. Raises ScheduleError: no such kind, or it does not allow the chunks, the group size or the
+    overlap.
     """
     if kind not in KINDS:
         raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")

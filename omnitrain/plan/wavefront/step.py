@@ -54,10 +54,7 @@ class StepOrder:
     coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
-
-        ``tables`` has what all ranks drew; each data-parallel rank has equally many micro-batches.
-        """
+        """Return the micro-batches of each data-parallel rank, equally many, in the order of ``topology.owners``."""
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
         feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)

@@ -271,16 +271,8 @@ def launch_with_restarts(
     """Call :func:`launch`, and again on fewer ranks whenever ranks were killed; return its last exit code.
 
     Places on this machine (on CUDA: devices) in which a rank was killed are not used again. Of the others, so many are
-    used as the run can divide itself over; 143: it works on none of the ranks that are left. An error of the run itself
-    never starts it again.
-
-    Args:
-        arguments: called before each start; returns the arguments of the python interpreter.
-        nproc: number of ranks of the first start.
-        max_restarts: how often to start again.
-        fits: whether the run works on a number of ranks.
-        say: called with a line for the user.
-        stop_seconds: see :func:`launch`.
+    used as the run can divide itself over (``fits``); 143: it works on none of the ranks that are left. An error of the
+    run itself never starts it again. ``arguments`` of the interpreter are asked for before each start.
     """
     left = used = list(range(nproc))
     places: list[int] | None = None  # all of them

@@ -151,10 +151,7 @@ _TITLES = {_ACTIONS: "actions", _COMPUTE: "compute"}
 
 
 def write_chrome_trace(recorded: Recorded, file: Path, rank: int, section: str | None = None) -> None:
-    """Write the spans of a step on one rank, in microseconds since 1970; the file's folder is created.
-
-    Files of several ranks can be loaded together; each rank, with the section that it is in, is a process of the trace.
-    """
+    """Write the spans of a step on one rank; a viewer loads the files of several ranks together, as processes."""
     of_section = "" if section is None else f" ({section})"
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}{of_section}")]
     names += [

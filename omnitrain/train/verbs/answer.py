@@ -19,10 +19,7 @@ from omnitrain.train.metrics.display import quiet_libraries
 
 
 class Answerer:
-    """A saved model that was loaded once, on CUDA if available, and answers any number of prompts.
-
-    ``limit`` is the maximum length of an answer, text and media tokens together.
-    """
+    """A saved model, on CUDA if available, that answers prompts; ``limit``: the most tokens of an answer."""
 
     def __init__(
         self,
@@ -35,18 +32,10 @@ class Answerer:
         size: str | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the model.
+        """Load the model: a saved omni model, or the folder of a run (its newest checkpoint); else a UserError.
 
-        Raises UserError: the checkpoint does not exist, or has no decoder that these ask for.
-
-        Args:
-            checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
-            output_dir: folder for generated media; created if missing.
-            max_new_tokens: the limit.
-            temperature: of sampling; 0 is greedy.
-            guidance: of media that decoders write; 1 is none.
-            size: of images that decoders write, ``WIDTHxHEIGHT``; None: the model chooses.
-            seed: of sampling.
+        Generated media are written to ``output_dir``. ``temperature`` 0 is greedy, ``guidance`` 1 none; decoders write
+        images of ``size`` (``WIDTHxHEIGHT``), or as the model chooses.
         """
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))

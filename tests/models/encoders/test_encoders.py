@@ -149,7 +149,7 @@ def test_rows_that_do_not_match_their_placeholders_are_an_error() -> None:
 def test_towers_that_do_not_fit_are_refused_with_the_way_out() -> None:
     with pytest.raises(UserError, match=r"use projector\.kind: linear or mlp"):
         encoder(TOWERS["qwen2_5_vl"], "pixel_shuffle", GRID_PROCESSOR)
-    with pytest.raises(UserError, match="neither a vision tower nor a spectrogram encoder"):
+    with pytest.raises(UserError, match="neither a vision nor an audio tower"):
         encoder(FOUNDATION)
     deep = encoder({**TOWERS["qwen3_vl"], "deepstack_visual_indexes": [0]}, processor=GRID_PROCESSOR)
     with pytest.raises(UserError, match="set `deepstack_visual_indexes"):

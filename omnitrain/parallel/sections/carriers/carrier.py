@@ -14,10 +14,7 @@ class Arrival(Protocol):
     """A message on its way to this rank."""
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait until all parts are here, and return the tensors, ``[rows, ...]`` each. Called once.
-
-        Raises LostRankError: a sender has ended.
-        """
+        """Wait once for all parts, and return the tensors, ``[rows, ...]`` each, or raise LostRankError."""
         ...
 
 

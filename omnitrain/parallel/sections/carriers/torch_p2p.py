@@ -59,19 +59,12 @@ class Transfer:
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Begin to send tensors of any shapes, which must not change before the transfer has ended.
-
-    ``tensors``: of one message. ``group``: with this rank and the other one. ``peer``: rank of the receiver in
-    ``group``. ``number``: of the message, equal on both sides, and below 2**22.
-    """
+    """Begin to send a message's tensors, not to be changed before the end; ``number`` is below 2**22 on both sides."""
     return _begun(dist.isend, [tensor.detach().contiguous() for tensor in tensors], group, peer, number)
 
 
 def receive_tensors(buffers: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Post the receives of a message from ``peer``; see :func:`send_tensors`.
-
-    ``buffers``: contiguous, with the shapes, dtypes and device of the tensors that will come.
-    """
+    """Post the receives of a message (:func:`send_tensors`) from ``peer`` into contiguous ``buffers``."""
     return _begun(dist.irecv, list(buffers), group, peer, number)
 
 
@@ -174,10 +167,7 @@ class TorchCarrier:
 
 
 def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> TorchCarrier:
-    """Make the carrier of an edge between global ranks: gloo on the host, NCCL on GPUs.
-
-    All ranks of the world call it, in the same order relative to other groups.
-    """
+    """Make an edge's carrier, of gloo or NCCL. All ranks of the world call it, in one order with other groups."""
     members = sorted({*senders, *receivers})
     if device.type == "cpu":
         return TorchCarrier(new_group(members, "section_edge", "gloo"), device)
