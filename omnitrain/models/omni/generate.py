@@ -22,12 +22,8 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-<<<<<<< HEAD
-from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
-from omnitrain.models.omni.idle import idle_prompt
-=======
 from omnitrain.models.omni.encode import idle_prompt
->>>>>>> main
+from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.ops.attention.packed_context import seeing_blocks
