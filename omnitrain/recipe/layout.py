@@ -168,7 +168,6 @@ def parse_layout(text: str) -> Layout:
 
 
 def _parse_section(text: str) -> tuple[str, Section] | None:
-    """The name of a section, and its settings."""
     first, *words = text.split(".")
     match = re.fullmatch(r"([a-z]\w*?)([1-9]\d*)", first)
     if match is None:

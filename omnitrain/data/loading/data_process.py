@@ -128,7 +128,6 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
 
 
 def _end(process: multiprocessing.Process, connection: socket.socket) -> None:
-    """Shut the socket down and close it, and end the process."""
     with contextlib.suppress(OSError):  # the other side has already ended
         connection.shutdown(socket.SHUT_RDWR)  # closing has no effect while forked processes hold the socket
     connection.close()

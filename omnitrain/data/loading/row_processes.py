@@ -249,7 +249,6 @@ def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:
 
 
 def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
-    """Prepare the rows that are requested, one by one."""
     follow_main_process()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process
     index, source = 0, 0
@@ -292,11 +291,9 @@ Fatal = Mapping[tuple[int, int], Rejected]  # source and row -> why
 class SlotRows:
     """A stream of prepared rows per slot, in the order of its draws and independent of other slots.
 
-    Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
-    the fewest rows ahead, so the number of waiting rows stays bounded.
-
-    A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
-    be ready in time now. Use it in a ``with`` block, which ends the helpers.
+    With helpers, rows are requested ahead, always for the slot with the fewest rows ahead; else a row is prepared when
+    it is taken. A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it. Use
+    it in a ``with`` block, which ends the helpers.
     """
 
     def __init__(

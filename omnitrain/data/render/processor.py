@@ -79,15 +79,10 @@ class OmniProcessor:
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
-        Raises UserError: the model cannot use such rows at all (no component handles a modality).
-
-        Args:
-            row: the data row.
-            index: position in the global data order.
-            max_tokens: maximum number of tokens of a sample. None: no limit.
-            without_tail: see :meth:`Sample.without_tail`.
-            may_ask: whether it may have nothing to predict, such as a held-out question.
-            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
+        ``index``: position in the global data order. ``max_tokens``: of a sample; None: no limit. ``without_tail``: see
+        :meth:`Sample.without_tail`. ``may_ask``: it may have nothing to predict, such as a held-out question.
+        ``dropped``: what the condition of a row loses whose answer has media: ``text``, ``image``, ... Raises
+        UserError: the model cannot use such rows at all (no component handles a modality).
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
@@ -348,7 +343,6 @@ def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[i
 
 
 def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
-    """Return the modality and file of each medium that a message shows, in order."""
     files = {modality: iter(values) for modality, values in row.media.items()}
     return [
         [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages

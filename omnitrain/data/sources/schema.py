@@ -70,7 +70,6 @@ def _questions(record: dict[str, Any], columns: Columns) -> list[Any]:
 
 
 def _answers(value: Any, name: str) -> list[Any]:
-    """Return the turns of an answer: a text, or messages."""
     return value if isinstance(value, list) else [{"role": "assistant", "content": required(value, name)}]
 
 
@@ -82,7 +81,6 @@ def _untrained(turn: Any) -> Any:
 
 
 def _earlier(pairs: Any, name: str) -> list[Any]:
-    """Return earlier questions and answers, ``[[question, answer], ...]``, as turns."""
     pairs = pairs or []
     if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"column {name!r} has {str(pairs)[:80]!r}, expected pairs of texts: [[question, answer], ...]")

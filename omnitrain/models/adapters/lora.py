@@ -232,13 +232,11 @@ def _zero_other_rows(rows: Collection[int], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
-    """Replace every adapted matrix ``W`` by ``W + alpha / rank * B A``, and remove the adapters.
+    """Replace every adapted matrix ``W`` by ``W + alpha / rank * B A``, in place, and remove the adapters.
 
-    Outputs stay the same up to one rounding of each of these matrices. Parameters get their names without adapters, and
-    stay frozen. ``model``: not parallelized; changed in place. A model without adapters does not change. ``dtype``:
-    dtype of the merged matrices, if the caller casts all others to it, too; None: each keeps its dtype. The sum is
-    computed in fp32 and rounded once. Raises UserError: the model is parallelized, or no omnitrain model, or an adapted
-    matrix is tied to another matrix.
+    Outputs stay the same up to one rounding of each matrix, from fp32 to ``dtype`` (None: its own). Parameters get
+    their names without adapters, and stay frozen. Raises UserError: the model is parallelized, or no omnitrain model,
+    or an adapted matrix is tied to another matrix.
     """
     if not hasattr(model, "renamed"):
         raise UserError(

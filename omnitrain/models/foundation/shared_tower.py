@@ -72,8 +72,7 @@ class _SharedCall:
     """A call of a stack that ranks share."""
 
     slice: SequenceSlice  # this rank's slice
-    # id of an offsets tensor of the whole call -> that tensor, and the slice's
-    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of the call's -> it, and the slice's
     between: Tensor | None = None  # output of the latest block
 
 

@@ -164,10 +164,9 @@ def resolve(
 ) -> PreTrainedModel:
     """Load or build the model that ``source`` names: Hub id or folder, config or its dict (random weights), or a model.
 
-    ``class_of``: returns the class that builds a config; None: :func:`model_class`. ``dtype``: of the weights; None:
-    fp32 for random weights, the checkpoint's dtype for loaded weights. ``part_of``: returns the sub-config to build;
-    None: all. Raises UserError: no model at the path, an unknown architecture, or a config that its class does not
-    take; WeightsError: tensors are missing, renamed or have another shape.
+    ``class_of``: config -> class; None: :func:`model_class`. ``dtype``: of the weights; None: fp32 for random ones,
+    else the checkpoint's. ``part_of``: config -> sub-config to build. Raises UserError: no model at the path, an
+    unknown architecture, or a config that its class does not take; WeightsError: tensors do not fit.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
@@ -268,7 +267,6 @@ def _models(values: Iterable[Any]) -> list[type[PreTrainedModel]]:
 
 
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
-    """The class that transformers' auto class names for the config, if any."""
     mapped: Any = auto_mapping(auto_class).get(type(config), ())
     return list(mapped[:1]) if isinstance(mapped, tuple) else [mapped]
 
@@ -322,13 +320,10 @@ def load_strictly(
 ) -> PreTrainedModel:
     """Call ``cls.from_pretrained(path)`` and check that the files have exactly the model's tensors.
 
-    Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
-    checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole
-    model); the model's attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
-
-    Raises UserError: the folder or its weights are missing, or transformers cannot dequantize the weights;
-    WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
-    that the config ties to others, and the files do not.
+    Quantized weights (fp8, mxfp4) are dequantized for training. ``dtype``: of the weights; None: the checkpoint's.
+    ``allow_extra``: accept tensors that the model does not have; ``unused_tensors`` counts them, and ``source_path``
+    says where they are. Raises UserError: no such folder or weights, or transformers cannot dequantize them;
+    WeightsError: names every tensor that is missing, unexpected, of another shape or not tied, and probable renames.
     """
     require_folder(path, cls.__name__)
     quantized = dequantizing(path) if "config" in kwargs else None

@@ -164,7 +164,6 @@ def build_omni_model(
 
 
 def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the given components of each kind; refuse a value that is no dict."""
     for kind, given in kinds.items():
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
@@ -360,7 +359,6 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 
 
 def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the image processor that change for `min_pixels` and `max_pixels`."""
     if spec.min_pixels is None and spec.max_pixels is None:
         return {}
     limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
@@ -382,7 +380,6 @@ def _is_audio(name: str, spec: Encoder) -> bool:
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Load the processor that is named or saved with the tower; else update the derived settings by the given ones."""
     given = {} if spec.processor is None else spec.processor
     folder = given if isinstance(given, str) else None if given else spec.tower.path
     if folder is not None:
