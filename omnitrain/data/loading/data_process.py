@@ -150,7 +150,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def follow_main_process() -> None:
+def follow_main_process(_worker: int = 0) -> None:
     """Ignore signals, which the main process handles, use one thread, and end when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -207,7 +207,9 @@ class RowProcesses:
         self._most = number * ahead
         self._processes: list[_RowProcess] = []
         # Also at exit, where multiprocessing would otherwise wait for processes that wait for requests.
-        self._end = Finalize(None, _end_all, args=(self._processes,), exitpriority=0)
+        self._end = Finalize(
+            None, lambda processes: [one.end() for one in processes], (self._processes,), exitpriority=0
+        )
         for _ in range(number):
             self._processes.append(_RowProcess(rows))
 
@@ -233,11 +235,6 @@ class RowProcesses:
 
     def __exit__(self, *_: object) -> None:
         self._end()
-
-
-def _end_all(processes: Sequence[_RowProcess]) -> None:
-    for process in processes:
-        process.end()
 
 
 def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:

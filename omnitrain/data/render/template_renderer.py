@@ -246,7 +246,7 @@ class TemplateRenderer(Renderer):
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
         if not media or len(media) < len(inserts) or mixture in self._verified or not has_one_call(media):
             return
-        whole, _ = self._native_expander.run(text, media)
+        whole, *_ = self._native_expander.run(text, media)
         for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
             theirs = np.asarray(whole[name])[0] if name in whole else ours
             if not np.array_equal(ours, theirs):

@@ -153,11 +153,11 @@ def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recip
     """Return a line for each data set with keys that nothing reads, or with a recognised format."""
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     known = renderer.reads | HARMLESS
-    return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]
-
-
-def _recognised(source: RowSource) -> str:
-    return f"data {source.name!r}: {source.schema.said}" if source.schema.said else ""
+    lines: list[str] = []
+    for source in sources:
+        said = source.schema.said and f"data {source.name!r}: {source.schema.said}"
+        lines += filter(None, (said, _note(source, known, scored)))
+    return lines
 
 
 def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:

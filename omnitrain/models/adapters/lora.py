@@ -279,7 +279,7 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
         target_modules=list(adapters.linears),
     )
     # In a shell, so that peft does not recognize the HF model: for some models it would choose other layers.
-    peft().inject_adapter_in_model(config, _Shell(model), ADAPTER)
+    peft().inject_adapter_in_model(config, nn.ModuleDict(dict(model.named_children())), ADAPTER)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trains)
     for name in adapters.linears:
@@ -287,15 +287,6 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
         model.renamed[f"{name}.weight"] = (f"{name}.base_layer.weight", *added)
         if model.get_submodule(f"{name}.base_layer").bias is not None:
             model.renamed[f"{name}.bias"] = (f"{name}.base_layer.bias",)
-
-
-class _Shell(nn.Module):
-    """A plain module with the children of a model, under the same names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for name, child in model.named_children():
-            self.add_module(name, child)
 
 
 def _add_to_experts(model: ComponentModel, adapters: Adapters) -> None:

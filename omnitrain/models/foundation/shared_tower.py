@@ -32,17 +32,12 @@ class SharedTower:
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
         """``slice_of``: rows of a call, and their device -> this rank's slice; None: all ranks run all rows."""
-        self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
-
-    @property
-    def num_stacks(self) -> int:
-        """Number of stacks of blocks in the component."""
-        return len(self._stacks)
+        self.stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Share the component's calls; all ranks that share them must make the same calls."""
-        token = _shared.set(dict.fromkeys(self._stacks))
+        token = _shared.set(dict.fromkeys(self.stacks))
         try:
             yield
         finally:

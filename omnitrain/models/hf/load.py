@@ -182,7 +182,10 @@ def resolve(
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return AutoModel's class for ``config``, else its only class (VQ tokenizers); UserError: there is not one."""
-    classes = _mapped(config, "AutoModel") or _owners(config)
+    classes = _mapped(config, "AutoModel")
+    if not classes:  # classes in the config's modeling file that are annotated with this config class
+        annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
+        classes = [cls for cls in annotated if cls.config_class is type(config)]
     if len(classes) != 1:
         raise UserError(f"transformers cannot build a model of model_type {config.model_type!r} from its config")
     return classes[0]
@@ -271,12 +274,6 @@ def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedMo
     return list(mapped[:1]) if isinstance(mapped, tuple) else [mapped]
 
 
-def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Classes in the config's modeling file that are annotated with this config class."""
-    annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
-    return [cls for cls in annotated if cls.config_class is type(config)]
-
-
 def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
     try:
         module = importlib.import_module(type(config).__module__.replace("configuration_", "modeling_"))
@@ -300,8 +297,10 @@ def require_folder(path: str, what: str) -> None:
     """Raise UserError if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``)."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
-        folder = Path(path).absolute()
-        raise UserError(f"no {what} at {path!r}: the folder {folder} does not exist{_nearest_folder(path)}")
+        folder, parent = Path(path).absolute(), Path(path).parent
+        close = nearest(folder.name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
+        advice = f"; did you mean {str(parent / close)!r}?" if close else ""
+        raise UserError(f"no {what} at {path!r}: the folder {folder} does not exist{advice}")
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
@@ -394,9 +393,3 @@ def _raise_on_difference(cls: type[PreTrainedModel], path: str, info: dict[str, 
             f"the weights at {path!r} do not fit {cls.__name__}; load them with the config they were saved with, or "
             "repair the file:\n" + "\n".join(lines)
         )
-
-
-def _nearest_folder(path: str) -> str:
-    parent = Path(path).parent
-    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
-    return f"; did you mean {str(parent / close)!r}?" if close else ""
