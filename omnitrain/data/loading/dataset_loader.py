@@ -214,9 +214,7 @@ class DatasetLoader:
             rank: ``dp_rank`` of the parallel state; required on several ranks.
             ranks: ``dp_size`` of it.
 
-        Raises:
-            DataError: the dataset has no rows.
-            UserError: the sizes do not fit the ranks, or ``dataset`` is none.
+        Raises DataError: the dataset has no rows; UserError: the sizes do not fit the ranks, or ``dataset`` is none.
         """
         rank, ranks = _rank_and_ranks(rank, ranks)
         self.global_batch_size, self._parts = _step_and_parts(

@@ -126,19 +126,15 @@ class OmniProcessor:
     def _encode_text(self) -> TextEncoder:
         return TextEncoder(self.tokenizer, ())
 
-    def _ids_of(self, document: Document) -> list[int]:
-        """Return the ids of a document's text, between the tokenizer's start and end where it begins and ends."""
-        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        starts = document.begins and start is not None and start in self.tokenizer("")["input_ids"]
-        ends = [self.end_token if end is None else end] if document.ends else []
-        return [*([start] if starts else []), *self._encode_text(document.text), *ends]
-
     def _document(
         self, row: Row, document: Document, index: int, max_tokens: int | None, *, without_tail: bool
     ) -> Sample | Rejected:
         """Return the first piece of a document, which has the others. All but the last two are as long as possible."""
+        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        starts = document.begins and first is not None and first in self.tokenizer("")["input_ids"]
+        ends = [self.end_token if last is None else last] if document.ends else []
         try:
-            ids = self._ids_of(document)
+            ids = [*([first] if starts else []), *self._encode_text(document.text), *ends]
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if len(ids) < 2:
@@ -300,7 +296,9 @@ def _sample(processor: OmniProcessor, row: Row, *, budget: PackBudget | None, **
 def _split(row: Row, prepare: Callable[[Row], Sample | Rejected]) -> Sample | Rejected:
     """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
     head, turns = _head_and_turns(row.messages)
-    media = _media_by_message(row)
+    files = {modality: iter(values) for modality, values in row.media.items()}
+    shown_by = ([part.modality for part in media_parts([message])] for message in row.messages)
+    media = [[(modality, next(files[modality])) for modality in modalities] for modalities in shown_by]
 
     def piece(start: int, stop: int) -> Sample | Rejected:
         indices = [*head, *(index for turn in turns[start:stop] for index in turn)]
@@ -340,10 +338,3 @@ def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[i
             turns.append([])
         turns[-1].append(index)
     return list(range(num_head)), turns
-
-
-def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
-    files = {modality: iter(values) for modality, values in row.media.items()}
-    return [
-        [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages
-    ]

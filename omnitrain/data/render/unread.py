@@ -91,7 +91,11 @@ def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: 
             f"column {other!r} has {modality} files that no message shows: set `columns.{modality}s: {other}`; "
             f"{how_to_show(modality)}; if they are not training data, remove the column from the file"
         )
-    if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
+    if (
+        is_able
+        and not source.takes_markers
+        and any(MARKERS[modality] in part.get("text", "") for row in rows for part in _parts(row))
+    ):
         return (
             f"texts contain {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
             f"`columns.{modality}s` if it stands for a file, or `media_markers: []` if it is text"
@@ -127,10 +131,6 @@ def _holds(name: str, value: Any, modality: str) -> bool:
     if isinstance(value, str):  # other columns may have file names that are not media of the row
         return modality in name.lower() and PurePath(value).suffix.lower() in _SUFFIXES[modality]
     return modality == "image" and isinstance(value, Image.Image)
-
-
-def _texts(row: Row) -> str:
-    return "\n".join(part["text"] for part in _parts(row) if part["type"] == "text")
 
 
 def _parts(row: Row) -> list[dict[str, Any]]:

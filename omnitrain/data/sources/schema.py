@@ -229,7 +229,7 @@ def _recognised(found: Collection[str]) -> tuple[str | None, str]:
 
 def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
     """Return the columns of the shape of a format that a data set has, under the recipe's names, or ValueError."""
-    shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
+    shapes = [one for one in FORMATS[name].shapes if all(_named(one, own, key)[0] in found for key in one.needs)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
         others = [one for one in _fitting(set(found)) if one != name]
@@ -244,10 +244,6 @@ def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Colum
         )
     singular = {f"{m}s": m for m in MARKERS if f"{m}s" not in found and m in found}
     return Columns(**{**singular, **shape.may, **shape.needs, **own})
-
-
-def _has(shape: Shape, own: Mapping[str, Any], found: Collection[str]) -> bool:
-    return all(_named(shape, own, key)[0] in found for key in shape.needs)
 
 
 def _unused(shape: Shape, own: Mapping[str, Any]) -> set[str]:
