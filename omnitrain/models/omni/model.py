@@ -313,8 +313,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             work: this rank's work in this micro-batch, so that all ranks call every component equally often; None: the
                 calls that the pack needs.
             stage: the input of a pipeline stage, which runs its part of these steps; None: the whole model.
-            input_ids: ``[B, T]`` int64; ``labels`` like it, not shifted, -100: nothing is predicted.
-            attention_mask: ``[B, T]``, 0 for padding; ``position_ids``: in the form that the foundation takes.
+            input_ids: ``[B, T]`` int64.
+            attention_mask: ``[B, T]``, 0 for padding.
+            position_ids: in the form that the foundation takes.
+            labels: ``[B, T]`` int64, not shifted; -100: nothing is predicted.
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
