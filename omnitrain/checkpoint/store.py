@@ -332,7 +332,7 @@ def _put_aside(checkpoint: Path) -> Path:
 
 
 def _renamed(checkpoint: Path, target: Path) -> Path:
-    shutil.rmtree(target, ignore_errors=True)  # what an earlier one of this step has left there
+    shutil.rmtree(target, ignore_errors=True)  # an earlier save of this step may have left files there
     return checkpoint.rename(target)
 
 

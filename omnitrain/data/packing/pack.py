@@ -125,6 +125,18 @@ class Pack:
             moved[name] = {key: to_device(tensor, device) for key, tensor in getattr(self, name).items()}
         return replace(self, **moved)
 
+    def followed_by(self, text: Pack) -> Pack:
+        """Return the pack with further samples without media or labels at its end, which train nothing."""
+        tokens = {name: torch.cat([own, text.token_inputs[name]], dim=-1) for name, own in self.token_inputs.items()}
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, text.input_ids], dim=-1),
+            position_ids=torch.cat([self.position_ids, text.position_ids], dim=-1),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1] + text.cu_seqlens[1:]]),
+            token_inputs=tokens,
+            info=PackInfo(**{name: own + getattr(text.info, name) for name, own in vars(self.info).items()}),
+        )
+
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> Pack:
         """Concatenate samples, sorted by length; ValueError: there are none, or they cannot share a pack."""
@@ -166,7 +178,7 @@ class _PackedSpan(NamedTuple):
 
     @property
     def features(self) -> Features:
-        """Those of the item, with its seeds."""
+        """The features of the item, with its seeds."""
         features, sample = self.span.item.features, self.sample
         if SEEDS not in features:
             return features

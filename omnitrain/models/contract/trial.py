@@ -210,7 +210,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
-    """Return name -> the largest difference relative to its largest value, at least ``scale`` times that of all.
+    """Return name -> its largest difference over its largest value (at least ``scale`` times that of all names).
 
     A name that only one side has is compared with zeros.
     """

@@ -143,8 +143,8 @@ class Discovery:
     """The components and modalities of a model."""
 
     interfaces: dict[str, ModalityInterface]  # modality -> how its features are computed and enter the forward
-    # name -> names of its parameters. ``foundation`` has all parameters that no other component reads, and those of the
-    # text model that a feature method reads (embeddings of image codes).
+    # name -> names of its parameters. ``foundation`` has all parameters that no other component reads, and those
+    # parameters of the text model that a feature method reads (embeddings of image codes).
     components: dict[str, tuple[str, ...]]
     in_forward: dict[str, str]  # modality that only the model's own forward reads -> why it cannot be read outside
     forward_arguments: frozenset[str]  # that the forward and the feature methods take for a sample, besides its ids

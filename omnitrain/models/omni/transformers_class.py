@@ -19,7 +19,7 @@ from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel
 
-_PLACEHOLDER = 0  # any token; the caller sets that of its tokenizer
+_PLACEHOLDER = 0  # any token; the caller sets the token of its tokenizer
 _TOLERANCE = {torch.float32: 1e-6}  # of logits, relative to the largest; other dtypes: 1e-2
 
 

@@ -104,7 +104,7 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
     assert with_heads.losses["text"].sum.item() == alone.losses["text"].sum.item()
     for _ in range(2):
         made = [call_component(model, name, {}, {name: 3}) for name in (*model.encoder_names, *model.decoder_names)]
-    assert [len(calls.minimal) for calls in made] == [3] * 4 and not any(len(calls.joined[0]) for calls in made)
+    assert [len(idle) for _, idle in made] == [3] * 4 and not any(len(features.main) for features, _ in made)
     assert len(built) == 2
 
 
