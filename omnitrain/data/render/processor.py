@@ -296,9 +296,7 @@ def _sample(processor: OmniProcessor, row: Row, *, budget: PackBudget | None, **
 def _split(row: Row, prepare: Callable[[Row], Sample | Rejected]) -> Sample | Rejected:
     """Return the first piece of a conversation, which has the others; or the reason why it cannot be split."""
     head, turns = _head_and_turns(row.messages)
-    files = {modality: iter(values) for modality, values in row.media.items()}
-    shown_by = ([part.modality for part in media_parts([message])] for message in row.messages)
-    media = [[(modality, next(files[modality])) for modality in modalities] for modalities in shown_by]
+    media = _media_by_message(row)
 
     def piece(start: int, stop: int) -> Sample | Rejected:
         indices = [*head, *(index for turn in turns[start:stop] for index in turn)]
@@ -338,3 +336,10 @@ def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[i
             turns.append([])
         turns[-1].append(index)
     return list(range(num_head)), turns
+
+
+def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
+    """Return the modality and file of each medium that a message shows, in order."""
+    files = {modality: iter(values) for modality, values in row.media.items()}
+    parts = (media_parts([message]) for message in row.messages)
+    return [[(part.modality, next(files[part.modality])) for part in of_message] for of_message in parts]
