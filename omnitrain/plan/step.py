@@ -68,8 +68,7 @@ class Balance(NamedTuple):
 class StepPlan(StepTables):
     """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
-    ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
-    ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
+    ``M``: number of micro-batches, of which ranks that drew fewer run empty ones; ``E``: number of call sites.
     """
 
     topology: Topology  # components and ranks of the run

@@ -184,15 +184,11 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
-        """Load a YAML recipe.
+        """Load a YAML file, or a shipped recipe by its name (``quickstart``), with ``overrides`` in order.
 
-        Args:
-            path: YAML file, or the name of a shipped recipe (``quickstart``).
-            overrides: ``key.sub=value`` strings, applied in order; values are YAML.
-
-        Raises:
-            RecipeError: no such recipe, or invalid YAML, or problems in the tree or the overrides; lists all problems
-                with their paths and, for unknown keys, the nearest valid key.
+        An override is ``key.sub=value``; values are YAML. Raises RecipeError: no such recipe, or invalid YAML, or
+        problems in the tree or the overrides; lists all of them with their paths and, for unknown keys, the nearest
+        valid key.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(

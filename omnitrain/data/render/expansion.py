@@ -130,7 +130,7 @@ class MediaExpander:
     def expand(self, medium: Medium) -> Expansion:
         """Run the processor on ``medium`` alone; ValueError: the processor refuses the medium, or would cut it."""
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
-            output, text, per_token = self._call(self.tokens[medium.modality], [medium])
+            output, text, per_token = self.run(self.tokens[medium.modality], [medium])
         if not text:
             raise ValueError(f"{self.name} makes no tokens for this {medium.modality}: it is too short or too small")
         features = {name: np.asarray(value) for name, value in output.items() if name not in per_token}
@@ -143,11 +143,6 @@ class MediaExpander:
             self._check_uncut([medium.value], features)
         return Expansion(text, by_modality, frozenset(_PER_TOKEN & output.keys()))
 
-    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str]:
-        """Run the processor on a whole conversation, and return its output and the text that its tokenizer got."""
-        output, whole, _ = self._call(text, media)
-        return output, whole
-
     def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
         """Raise ValueError if the processor cut any sound. ``output`` is its output for all ``media``."""
         clips = [medium.value for medium in media if medium.modality == "audio"]
@@ -155,8 +150,8 @@ class MediaExpander:
             names = getattr(self._audio_extractor, "model_input_names", ())
             self._check_uncut(clips, {name: np.asarray(output[name]) for name in names if name in output})
 
-    def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
-        """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
+    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
+        """Run the processor; return its output, the text that its tokenizer got, and names of per-token outputs."""
         bos = self._processor.tokenizer.bos_token
         options = {**self._arguments, **self._media_arguments(media)}
         with _recorded(self._processor, self._kept) as recorder:

@@ -75,7 +75,6 @@ class OmniDataCollatorWithPacking:
         return Pack.from_samples([row if isinstance(row, Sample) else self.sample(row, i) for row, i in together])
 
     def _instead(self, name: str, names: Collection[str]) -> str:
-        """Return what to write in the place of a feature that the model does not take."""
         if _OF_VEOMNI.fullmatch(name):
             return (
                 "pass `model.native_inputs` in place of both lists: media have the names that the HF processor gives "

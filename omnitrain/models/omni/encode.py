@@ -205,7 +205,7 @@ def call_component(
 def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    Those of a projector are the items of its tower, without pixels; those of a teacher the samples with text to
+    A projector has the items of its tower, without pixels; a teacher has the samples with text to
     predict. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
     a teacher has media.
     """

@@ -154,17 +154,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
-        """Load a saved omni model with its LoRA adapters; missing, unexpected or misshapen tensors are an error.
+        """Load a saved omni model, a folder or Hub id, with its LoRA adapters; tensors that do not fit are an error.
 
-        Args:
-            path: folder or Hub id.
-            *args: arguments for transformers.
-            **kwargs: keyword arguments for transformers. With ``output_loading_info``, transformers loads the model:
-                tensors that do not fit are reported instead of raised, and LoRA adapters are not loaded.
-
-        Raises:
-            UserError: there is no model at ``path``.
-            WeightsError: names every tensor that does not fit.
+        Other arguments are those of transformers. With ``output_loading_info``, transformers loads the model: tensors
+        that do not fit are reported instead of raised, and LoRA adapters are not loaded. Raises UserError: there is no
+        model at ``path``; WeightsError: names every tensor that does not fit.
         """
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)  # strict loading asks for it
@@ -175,19 +169,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write the config, whole weights, and LoRA adapters in peft's files, for :meth:`from_pretrained`.
 
-        If the model is spread over ranks, all of them must call this; each writes some of the files
-        (:func:`save_whole`).
-
-        Args:
-            save_directory: a folder, the same on all ranks; weights saved there before are replaced.
-            *args: arguments for transformers; only for a model in one process.
-            **kwargs: keyword arguments for transformers; only for a model in one process, except ``state_dict``: the
-                calling rank writes its tensors as they are.
-
-        Raises:
-            UserError: ``push_to_hub`` for a model with adapters, or arguments for transformers for a model that is
-                spread over ranks.
-            TrainingError: writing failed on another rank, which raises its own error.
+        If the model is spread over ranks, all of them must call this with one folder alone; each writes some of the
+        files (:func:`save_whole`). In one process, other arguments are those of transformers; with ``state_dict``, the
+        calling rank writes its tensors as they are. Weights that were saved there are replaced. Raises UserError:
+        arguments that this model does not take, such as ``push_to_hub`` with adapters; TrainingError: writing failed on
+        another rank.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -340,13 +326,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            For a pack, an :class:`OmniOutput` with one :class:`LossTerm` per head that has targets in it, and always
-            ``text``. For a stage that is not the last, the tensors for the next one (:func:`handed_on`). For a batch,
-            the output of the foundation: ``loss``, ``logits``, ...
-
-        Raises:
-            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
-                pack and a batch, or neither; the foundation does not take an argument of the batch.
+            For a pack, an :class:`OmniOutput` with a :class:`LossTerm` of ``text`` and of each head that has targets in
+            it; for a stage that is not the last, the tensors for the next one (:func:`handed_on`); for a batch, the
+            foundation's output: ``loss``, ``logits``, ... Raises UserError: the foundation cannot run this pack, hides
+            hidden states that a decoder reads, or does not take an argument; both a pack and a batch, or neither.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         batch = {**named, "labels": labels, **batch}

@@ -88,7 +88,7 @@ def _cell(action: Action, schedule: Schedule) -> str:
 
 
 def _bars(events: list[Event], timeline: Timeline, width: int) -> str:
-    """Draw each event from the column of its start to that of its end, its name first if there is room."""
+    """Draw each event from its first column to its last, its name first if there is room."""
     line = [_IDLE] * width
     for event in events:
         start, stop = (round(width * float(time / timeline.makespan)) for time in (event.start, event.end))
