@@ -257,6 +257,10 @@ class _Cells:
     embeds: torch.Tensor  # ``[n, hidden]``
 
 
+def _block_ids(pack: Pack) -> torch.Tensor:
+    return torch.zeros_like(pack.input_ids) if pack.block_ids is None else pack.block_ids
+
+
 class _Foundation:
     """The foundation over a growing, left-padded batch; the state is a KV cache or the whole sequence.
 
@@ -290,10 +294,8 @@ class _Foundation:
         self.uses_cache = use_cache and (not model.inference.is_cut or self.runner.has_keys_alone)
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold
-        blocks = [pack.block_ids for pack in packs]
-        self.has_blocks = any(ids is not None for ids in blocks)
-        rows = [pack.input_ids * 0 if ids is None else ids for pack, ids in zip(packs, blocks, strict=True)]
-        self.block_ids = left_padded(rows, 0)
+        self.block_ids = left_padded([_block_ids(pack) for pack in packs], 0)
+        self.has_blocks = bool(self.block_ids.any())
         self.added: _Columns | None = None  # the columns that the next forward is for
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -317,11 +319,22 @@ class _Foundation:
         Raises:
             UserError: the model hides its last hidden states.
         """
-        states: list[torch.Tensor] = []
-        added, caches = self.added, {}
-        width = 1 if added is None or added.keeps else added.embeds.size(1)
-        if width > 1:  # updates of a cache make new tensors
+        added = self.added
+        if added is not None and not added.keeps:
+            # Updates of a cache make new tensors.
             caches = {first: [copy(layer) for layer in cache.layers] for first, cache in self.caches.items()}
+            found = self._forward(added.embeds.size(1))
+            self._drop(added.embeds.size(1), caches)
+            return found
+        found = self._forward(1)
+        if added is not None and added.rows is not None and self.states is not None:
+            found = _replaced(self.states[0], found[0], added.rows), _replaced(self.states[1], found[1], added.rows)
+        self.states = found
+        return found
+
+    def _forward(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run over the columns that no cache holds; return the states of the last ``width``, and the last logits."""
+        states: list[torch.Tensor] = []
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
             states.append(hidden[:, -width:].clone())  # of few positions alone, where other ranks get it
@@ -338,14 +351,7 @@ class _Foundation:
         if self.uses_cache:
             self.seen = self.input_ids.size(1)
             self.inserted.clear()
-        found: tuple[torch.Tensor, torch.Tensor] = self.model.inference.from_last(result)
-        if added is not None and not added.keeps:
-            self._drop(width, caches)
-            return found
-        if added is not None and added.rows is not None and self.states is not None:
-            found = _replaced(self.states[0], found[0], added.rows), _replaced(self.states[1], found[1], added.rows)
-        self.states = found
-        return found
+        return self.model.inference.from_last(result)
 
     def _drop(self, width: int, caches: Mapping[int, list[Any]]) -> None:
         """Drop the last columns; ``caches``: the layers without them."""
