@@ -24,6 +24,7 @@ class NativeInputs:
     forward_arguments: frozenset[str] = frozenset()  # of the foundation's forward and feature methods, besides ids
     refused: Mapping[str, str] = field(default_factory=dict)  # modality that it could read, but not here -> why
     media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modality -> the forward's arguments
+    written: frozenset[str] = frozenset()  # modalities that it writes, too: their codes are words of its vocabulary
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""

@@ -255,6 +255,8 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     text = config.get_text_config(decoder=True)
     if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
         return
+    if any(getattr(node, "vocabulary_map", None) for node in nodes):  # the model's own tables have all ids
+        return
     moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
     full = text.vocab_size
     for node in nodes:

@@ -1,6 +1,6 @@
 """Discover how an HF model reads media: components, features, positions; from signatures, configs and tiny runs."""
 
-from omnitrain.models.discovery.discover import Discovery, discover, native_inputs
+from omnitrain.models.discovery.discover import Discovery, discover, native_inputs, rest_codecs
 from omnitrain.models.discovery.features import MediaFeatures, check_rows
 from omnitrain.models.discovery.geometry import config_nodes
 from omnitrain.models.discovery.interface import override
@@ -24,6 +24,7 @@ __all__ = [
     "override",
     "raise_if_ours",
     "refusing",
+    "rest_codecs",
     "special_ids",
     "text_blocks",
     "watching",

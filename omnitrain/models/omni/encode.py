@@ -17,9 +17,11 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
+from omnitrain.models.discovery.interface import WORDS
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.omni.teacher import with_teacher_inputs
@@ -123,6 +125,7 @@ class _Encoding:
         self._model, self._pack, self._work = model, pack, work
         self._inserted: list[tuple[Tensor, Tensor]] = []
         self._native: dict[str, MediaFeatures] = {}
+        self._words: list[tuple[Tensor, Tensor]] = []
         self._labels: dict[str, Tensor] = {}
         self._idle: list[Tensor] = []
         self._where: dict[str, Tensor] = {}
@@ -131,7 +134,7 @@ class _Encoding:
     def encoded_pack(self) -> EncodedPack:
         """Return the result."""
         native = self._model.runner.joined(self._native, self._where)
-        media = EncodedMedia(native, self._inserted, self._of_teachers)
+        media = EncodedMedia(native, self._inserted, self._of_teachers, self._words)
         return EncodedPack(self._pack, self._work, media, self._labels, self._idle)
 
     def add(self, component: str) -> None:
@@ -146,9 +149,27 @@ class _Encoding:
             if name in self._pack.targets:
                 self._labels[name] = features.side[_LABELS]
                 features = replace(features, side={})
+            if WORDS in features.side:
+                self._spell(component, batches[name], features.side[WORDS])
             if len(features.main) != len(index):
                 features = features.at(index)
             self._keep(component, name, features, positions)
+
+    def _spell(self, component: str, batch: MediaBatch, words: Tensor) -> None:
+        """Put the words of written media in the place of their placeholders among the labels of the text."""
+        rows = written_rows(self._pack, batch)
+        if not len(rows):
+            return
+        if len(words) != len(batch.positions):
+            raise UserError(
+                f"{component}: this rank has {len(words)} of {len(batch.positions)} words of the media that the model "
+                "learns to write; where ranks share a sequence, set `place: local` of it"
+            )
+        ascending, order = batch.positions.sort()
+        found = order[torch.searchsorted(ascending, self._pack.text_rows[rows] + 1)]
+        labels = self._pack.text_labels.clone()
+        labels[to_device(rows, labels.device)] = words[to_device(found, words.device)]
+        self._pack = replace(self._pack, text_labels=labels)
 
     def _by_name(
         self, received: MediaFeatures, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
@@ -192,6 +213,8 @@ class _Encoding:
             self._of_teachers[name] = features.main[row]
         elif not len(positions):  # the model runs as it does over text
             self._idle += features.tensors()
+        elif WORDS in features.side:
+            self._words.append((positions, features.side[WORDS]))
         elif name.startswith(NATIVE_PREFIX):
             self._native[name] = features
         else:
@@ -295,14 +318,40 @@ _LABELS = "labels"  # name of a decoder's labels among the side tensors of its f
 
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.encode_call(name, items)
+        return _with_words(model, name, lambda: model.runner.encode_call(name, items))
     return features_of(_attached(model, name, items.features, items.num_tokens))
+
+
+def _with_words(model: Any, name: str, encode: Callable[[], MediaFeatures]) -> MediaFeatures:
+    """The features of a native modality; only the ids if they are words of the vocabulary."""
+    interface = model.runner.native.interfaces.get(name.removeprefix(NATIVE_PREFIX))
+    if interface is None or not interface.are_words:
+        return encode()
+    features: MediaFeatures = interface.words(model.foundation, encode)
+    return features
+
+
+def written_rows(pack: Pack, batch: MediaBatch) -> Tensor:
+    """Return ``[n]`` int64, on the host: indices of ``pack.text_rows`` whose next token is of an item of a batch."""
+    return torch.isin(pack.text_rows + 1, batch.positions).nonzero().flatten()
+
+
+def require_no_words(model: Any, pack: Pack) -> None:
+    """Raise a UserError if a pipeline stage would lack the words of media that the model learns to write."""
+    for modality, interface in model.runner.native.interfaces.items():
+        batch = pack.inputs.get(f"{NATIVE_PREFIX}{modality}")
+        if interface.are_words and batch is not None and len(written_rows(pack, batch)):
+            raise UserError(
+                f"the last stage of a pipeline lacks the words of the {modality} items that the model learns to write; "
+                "set `pp` to 1, or drop the rows that ask to write them"
+            )
 
 
 def _minimal(model: Any, name: str) -> MediaFeatures:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+        interface = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
+        return _with_words(model, name, lambda: interface.encode(model.foundation, features))
     if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
         # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
         features = features | {"main": features["main"].detach().requires_grad_()}
@@ -331,5 +380,6 @@ def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeat
     """Give features the layout of a modality: a tower may return a list for images, and a tensor for videos."""
     if not name.startswith(NATIVE_PREFIX):
         return features
-    layout = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].layout
-    return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
+    interface = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
+    names = (*interface.side, *[WORDS] * interface.are_words)
+    return replace(features, side=dict(zip(names, features.side.values(), strict=True)), layout=interface.layout)

@@ -31,7 +31,7 @@ from omnitrain.models.contract.tiny_model import draws_in_training
 from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.discovery import config_nodes, native_inputs, refusing
+from omnitrain.models.discovery import config_nodes, native_inputs, refusing, rest_codecs
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
@@ -39,7 +39,14 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
 from omnitrain.models.foundation.stage import BlockSpan, StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, idle_head, with_zero_gradients
+from omnitrain.models.omni.encode import (
+    EncodedPack,
+    MicroBatchWork,
+    encode,
+    idle_head,
+    require_no_words,
+    with_zero_gradients,
+)
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.inference import Inference
@@ -280,6 +287,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
         rest_frozen_statistics(self)
+        if "runner" in vars(self):
+            rest_codecs(self.foundation, self.runner.native)
         return self
 
     def activation_checkpointing_enable(
@@ -348,6 +357,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             return forward_of_batch(self, batch, pack)
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
+        if stage is not None:
+            require_no_words(self, pack)
         if stage is not None and not stage.span.is_first:
             work = work or MicroBatchWork()
             encoded = arrived_pack(self, self._filled_up(pack, work.sequence_slice), work, stage)
