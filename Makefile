@@ -13,7 +13,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-slow test-low-bit test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -37,10 +37,14 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow test-low-bit test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
+test test-second test-slow test-low-bit test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
+
+# Further cases of what `make test` shows once; CI runs them, and so does `make test-slow`.
+test-second: install
+	@$(BIN)/python -m tests.side_by_side -m second
 
 test-slow: test-low-bit
 	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore=,$(LOW_BIT))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnitrain.exports import on_first_use, show_in_notebooks
+from omnitrain.exports import homes_in, on_first_use, show_in_notebooks
 from omnitrain.packages import warn_of_untested_versions
 
 if TYPE_CHECKING:
@@ -49,33 +49,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_NAMES = {  # module -> the names that it has
-    "data.loading.loader": "build_dataloader",
-    "data.packing.pack": "Pack",
-    "data.packing.sample": "Sample",
-    "data.render.packing_collator": "OmniDataCollatorWithPacking",
-    "data.render.processor": "OmniProcessor",
-    "data.sources.rows": "Row",
-    "models.omni.build": "build_foundation_model build_omni_model",
-    "models.omni.generate": "generate",
-    "models.omni.model": "OmniModel",
-    "ops.loss.cross_entropy": "LossTerm",
-    "optim.gradients": "clip_gradients",
-    "parallel.parallelize": "build_parallelize_model",
-    "parallel.schedule.accumulate": "accumulate_gradients",
-    "parallel.sequence.head_exchange": "gather_heads_scatter_seq gather_seq_scatter_heads",
-    "parallel.state": "get_parallel_state init_parallel_state",
-    "parallel.step.plan": "step_planner",
-    "recipe": "ComponentPlan ParallelPlan Recipe",
-    "train.build_from_recipe": "load_checkpoint",
-    "train.callbacks": "Callback",
-    "train.evaluate.evaluate": "heldout_loss",
-    "train.own_loop": "prepare",
-    "train.trainer": "Trainer",
-    "train.verbs.verify": "verify",
-}
-_HOMES = {name: f"omnitrain.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = list(_HOMES)
 _MODULES = {  # a module with more names -> those that were at the top once
     "checkpoint": "load_optimizer save_optimizer",
     "data": "ChatRenderer MediaSpan Rejected TemplateRenderer Waveform open_sources pack_all",
@@ -100,9 +73,8 @@ _SHOWN_IN_NOTEBOOKS = {
     )
 }
 show_in_notebooks(_SHOWN_IN_NOTEBOOKS)
-__getattr__ = on_first_use(
-    __name__, _HOMES | {name: f"omnitrain.{name}" for name in _MODULES}, _MOVED | _GONE, refusal=AttributeError
-)
+__all__ = [name for name in homes_in(__name__, __file__) if name not in _MODULES]
+__getattr__ = on_first_use(__name__, __file__, _MOVED | _GONE, refusal=AttributeError)
 
 
 def __dir__() -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -25,17 +27,26 @@ def _imported_with_first(module: str, function: str) -> Callable[[Any], str]:
     return lambda value: getattr(importlib.import_module(module), function)(value)
 
 
+def homes_in(package: str, file: str) -> dict[str, str]:
+    """Return name -> module that has it, or that is it, of what a package's ``file`` imports ``if TYPE_CHECKING``."""
+    blocks = [block for block in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(block, ast.If)]
+    imports = [one for block in blocks for one in block.body if isinstance(one, ast.ImportFrom)]
+    found = {name.name: str(one.module) for one in imports for name in one.names}
+    return {name: f"{home}.{name}" if home == package else home for name, home in found.items()}
+
+
 def on_first_use(
     package: str,
-    homes: Mapping[str, str],
+    file: str,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     refusal: type[Exception] = ImportError,
 ) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a ``package``; ``homes``: name -> module that has it, or that is it.
+    """Return the ``__getattr__`` of a ``package``, whose ``file`` imports its names ``if TYPE_CHECKING``.
 
     ``elsewhere``: name that it does not have -> what to write instead; ``refusal`` is then raised: Python hides an
     AttributeError from ``from PACKAGE import NAME``.
     """
+    homes = homes_in(package, file)
 
     def get(name: str) -> Any:
         if name in elsewhere:

@@ -16,15 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["RankError", "RankResults", "as_html", "data_stats", "launch", "preview", "show_schedule"]
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "RankError": "omnitrain.parallel.spawn.errors",
-        "RankResults": "omnitrain.parallel.spawn.launch",
-        "as_html": "omnitrain.report.notebook",
-        "data_stats": "omnitrain.train.verbs.data_stats",
-        "launch": "omnitrain.parallel.spawn.launch",
-        "preview": "omnitrain.train.verbs.preview",
-        "show_schedule": "omnitrain.train.verbs.schedule",
-    },
-)
+__getattr__ = on_first_use(__name__, __file__)

@@ -98,14 +98,16 @@ class GlooGroup(Peers):
     """:class:`Peers` over a gloo group: calls do not wait for the device, and do not time out.
 
     Every rank must create it, in the same order relative to other process groups, and use it in the main thread alone:
-    equal ranks share one group. ``groups``: global ranks of each; a rank is in one of them. None: one of all ranks.
+    equal ranks share one group. ``groups``: global ranks of each. None: one of all ranks. A ValueError: this rank is in
+    none of them; such a rank calls :func:`gloo_group_of`.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]] | None = None) -> None:
-        for ranks in [range(dist.get_world_size())] if groups is None else groups:
-            group = shared_group("peers", ranks, "peers", backend="gloo", timeout=PATIENCE)
-            if group is not None:
-                self.group, self.rank, self.size = group, ranks.index(dist.get_rank()), len(ranks)
+        own = gloo_group_of([range(dist.get_world_size())] if groups is None else groups)
+        if own is None:
+            raise ValueError(f"rank {dist.get_rank()} is in none of the groups {groups}, so it has no peers")
+        ranks, self.group = own
+        self.rank, self.size = ranks.index(dist.get_rank()), len(ranks)
 
     @classmethod
     def of_default_group(cls) -> GlooGroup:
@@ -113,6 +115,12 @@ class GlooGroup(Peers):
         peers = cls.__new__(cls)
         peers.group, peers.rank, peers.size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
         return peers
+
+
+def gloo_group_of(groups: Sequence[Sequence[int]]) -> tuple[Sequence[int], dist.ProcessGroup] | None:
+    """Make gloo groups of global ranks, and return that of this rank with its ranks; None: it is in none."""
+    made = [(ranks, shared_group("peers", ranks, "peers", backend="gloo", timeout=PATIENCE)) for ranks in groups]
+    return next(((ranks, group) for ranks, group in made if group is not None), None)
 
 
 def swap_bytes(group: Any, parcels: Sequence[bytes]) -> list[bytes]:

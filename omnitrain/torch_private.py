@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -97,19 +98,16 @@ FSDPParam = _fsdp_param.FSDPParam
 is_backward = _fsdp_common.is_bw
 
 
-def schema_of(operation: Any) -> Any:
-    """Return the schema of an operation (an overload)."""
-    return operation._schema
-
-
-def packet_of(operation: Any) -> Any:
-    """Return the operation with all its overloads."""
-    return operation._overloadpacket
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written to in place."""
-    return tensor._version
+# Of an operation (an overload), its schema, and the operation with all its overloads. Of a tensor, how often it was
+# written to in place. Of a module, what it holds itself, to replace it: parameters (also by tensors that are none),
+# buffers, the names of those that are not in its state dict, children; and what `Module.compile` made of its call, or
+# None. Of a parameter of a unit, the flat shard ``[n]`` in its stored dtype.
+schema_of, packet_of = attrgetter("_schema"), attrgetter("_overloadpacket")
+version_of = attrgetter("_version")
+parameters_of, buffers_of = attrgetter("_parameters"), attrgetter("_buffers")
+unsaved_buffers_of, children_of = attrgetter("_non_persistent_buffers_set"), attrgetter("_modules")
+compiled_call = attrgetter("_compiled_call_impl")
+stored_shard = attrgetter("_sharded_param_data")
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -118,35 +116,10 @@ def storage_of(tensor: torch.Tensor) -> int:
     return local.untyped_storage()._cdata
 
 
-def parameters_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the parameters that a module itself holds, to replace them also by tensors that are none."""
-    return module._parameters
-
-
-def buffers_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the buffers that a module itself holds, to replace them."""
-    return module._buffers
-
-
-def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
-    """Return the names of a module's own buffers that are not in its state dict."""
-    return module._non_persistent_buffers_set
-
-
-def children_of(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the children of a module, to replace one whose class forbids assignments."""
-    return module._modules
-
-
 def has_hooks(module: torch.nn.Module, *, backward: bool = True) -> bool:
     """Whether something is called before or after a module's forward or, with ``backward``, its backward."""
     of_backward = (*module._backward_pre_hooks, *module._backward_hooks) if backward else ()
     return bool(module._forward_pre_hooks or module._forward_hooks or of_backward)
-
-
-def compiled_call(module: torch.nn.Module) -> Any:
-    """Return what ``Module.compile`` made of a module's call; None: it is not compiled."""
-    return module._compiled_call_impl
 
 
 def set_compiled_call(module: torch.nn.Module, call: Any) -> None:
@@ -257,11 +230,6 @@ def _groups_of(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # since torch 2.13
         return list(state._fsdp_param_groups)
     return [group for group in [state._fsdp_param_group] if group is not None]
-
-
-def stored_shard(parameter: FSDPParam) -> torch.Tensor:
-    """Return the flat shard ``[n]`` of a parameter of a unit, in its stored dtype."""
-    return parameter._sharded_param_data
 
 
 def initialise_root(root: FSDPModule) -> None:

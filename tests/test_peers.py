@@ -39,6 +39,18 @@ def test_ranks_tell_each_other_what_they_have(ranks: RankPool) -> None:
     assert told(SINGLE_PROCESS) == (True, [True, False], 0.5, 0.5, [{"rank": 0}], [""], [0])
 
 
+def test_a_rank_that_is_in_no_group_is_told_so(ranks: RankPool) -> None:
+    told = ranks.run(outside_or_in, timeout_s=60, world=3)
+    assert told == [[0, 1], [0, 1], "rank 2 is in none of the groups [[0, 1]], so it has no peers"]
+
+
+def outside_or_in() -> list[int] | str:
+    try:
+        return GlooGroup([[0, 1]]).gather(dist.get_rank())
+    except ValueError as error:
+        return str(error)
+
+
 def raised_for(errors: dict[int, Exception]) -> str:
     """What this rank raises if some ranks fail so; or its result."""
     rank = dist.get_rank()

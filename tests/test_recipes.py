@@ -250,6 +250,7 @@ def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, 
     assert all(layer["load"] >= 1 and layer["bytes"] > 0 for layer in line["experts"].values())
 
 
+@pytest.mark.second
 def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -267,6 +268,7 @@ def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str,
     assert run_on_ranks(ranks, 2, "pipeline", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -275,6 +277,7 @@ def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: d
     assert run_on_ranks(ranks, 2, "separate_encoder", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -294,6 +297,7 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
     assert all(rows[name]["busy"] > 0 for name in ("image_encoder", "audio_encoder"))
 
 
+@pytest.mark.second
 def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -319,6 +323,7 @@ def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     assert line["encoders"]["big"]["moved"] > 0 and 0 <= line["metrics"]["agreement"]["text"] <= 1
 
 
+@pytest.mark.second
 def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:

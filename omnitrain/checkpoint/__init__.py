@@ -11,10 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["load_optimizer", "save_optimizer"]
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "load_optimizer": "omnitrain.checkpoint.optimizer",
-        "save_optimizer": "omnitrain.checkpoint.optimizer",
-    },
-)
+__getattr__ = on_first_use(__name__, __file__)

@@ -29,9 +29,7 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 class ModelFiles:
     """The files of a model, without the values of its tensors: LoRA adapters, and all other weights."""
 
-    small: Mapping[
-        str, bytes
-    ]  # path in the folder -> content, of configs and the like; empty on all ranks but the first
+    small: Mapping[str, bytes]  # path in the folder -> content, of configs and the like; empty but on the first rank
     adapters: Sequence[WeightFile]
     weights: Sequence[WeightFile]
 

@@ -9,11 +9,7 @@ _NO_DASHES = "keys of a recipe have no dashes"
 
 
 def override_hint(option: str, arguments: Sequence[str], is_near_option: bool = False) -> str | None:
-    """Return what to write for an option that a verb with a recipe does not have; None: it is no key of a recipe.
-
-    ``option``: the option as the parser found it, such as ``--train.steps``. ``arguments``: the arguments after the
-    verb. ``is_near_option``: whether the verb has an option of a similar name, which the parser's own message names.
-    """
+    """Return what to write for an option as the parser found it, such as ``--train.steps``; None: it is no key."""
     from omnitrain.recipe import Recipe
     from omnitrain.recipe.other_names import key_near, key_of, name_here
     from omnitrain.recipe.problems import nearest_key

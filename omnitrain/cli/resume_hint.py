@@ -12,10 +12,7 @@ from omnitrain.train.launch.environment import LAUNCHER, world_size
 
 
 def resume_hint(folder: str) -> str:
-    """Return how to continue the run of this process, or of this rank.
-
-    ``folder``: folder of the run, whose recipe has the overrides of the command that started it.
-    """
+    """Return how to continue the run of this process, or of this rank; its recipe has all overrides."""
     is_launched = LAUNCHER in os.environ  # by `omnitrain run --nproc`
     ranks = ["--nproc", str(world_size())] if is_launched else []
     command = shlex.join(["run", folder, *ranks])

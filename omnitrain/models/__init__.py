@@ -20,14 +20,7 @@ _SAVED = "call model.save_pretrained(folder) on all ranks, and processor.save_pr
 
 __getattr__ = on_first_use(
     __name__,
-    {
-        "Answer": "omnitrain.models.omni.generate",
-        "OmniModel": "omnitrain.models.omni.model",
-        "OmniOutput": "omnitrain.models.components.outputs",
-        "build_foundation_model": "omnitrain.models.omni.build",
-        "build_omni_model": "omnitrain.models.omni.build",
-        "merge_lora": "omnitrain.models.adapters.lora",
-    },
+    __file__,
     {  # what VeOmni's package of this name has besides
         "build_tokenizer": _PRETRAINED.format("AutoTokenizer"),
         "build_processor": _PRETRAINED.format("AutoProcessor"),

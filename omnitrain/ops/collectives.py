@@ -30,11 +30,7 @@ def add_up(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def add_up_gradients(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return ``tensor``; the backward sums its gradients over the ranks.
-
-    For the result of a function with collectives, which is equal on all ranks: the backward of that function needs the
-    gradient with respect to all ranks' copies.
-    """
+    """Return ``tensor``, equal on all ranks and used by each; the backward sums its gradients over the ranks."""
     return with_backward(lambda local: local.view_as(local), partial(_summed, group=group), tensor)
 
 
@@ -90,10 +86,7 @@ def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def all_reduce_in_buckets(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """All-reduce tensors in place, many in one collective.
-
-    They have any shapes and dtypes, in the same order on all ranks; of a DTensor, this rank's shard is reduced.
-    """
+    """All-reduce tensors (of DTensors, this rank's shards) in place, many at once, in one order on all ranks."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -53,10 +53,7 @@ class WeightGradients:
                 yield key, gradient
 
     def accumulate(self) -> None:
-        """Compute the delayed gradients and add them to ``grad`` of their keys, which are parameters.
-
-        If a forward uses a parameter several times, its gradients are added up first, as autograd does.
-        """
+        """Compute the delayed gradients and add their sums, as autograd does, to ``grad`` of their parameters."""
         first: dict[Any, int] = {}
         for index, (parameter, _) in enumerate(self._waiting):
             first.setdefault(parameter, index)

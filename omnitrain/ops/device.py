@@ -13,10 +13,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seed the random numbers of ``device`` and of the host, as ``torch.manual_seed`` does for all devices.
-
-    ``torch.manual_seed`` records stack traces for every missing kind of accelerator, which takes half a millisecond.
-    """
+    """Seed ``device`` and the host; ``torch.manual_seed`` would also record a stack for each missing accelerator."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -34,10 +34,7 @@ def seed_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def seed_foundation() -> None:
-    """Seed the generators for the embeddings, inside :meth:`StepDraws.forward`, after the encoders.
-
-    Tensor parallel ranks encode other items each, but must draw the same numbers from then on.
-    """
+    """Seed for the embeddings, after encoders, which draw different numbers on tensor parallel ranks."""
     _begin("foundation")
 
 
@@ -66,11 +63,7 @@ class StepDraws:
 
     @contextmanager
     def forward(self, *position: int | str) -> Iterator[None]:
-        """Draw the numbers of a part of the step; the generators stay as they are.
-
-        ``position`` is the index of the micro-batch; for a part that belongs to none, numbers and names that it alone
-        has.
-        """
+        """Draw the numbers of a part of the step, a micro-batch or other numbers and names; generators stay."""
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             token = _draws.set((mixed_seed(self._seed, *position), self._device))

@@ -216,10 +216,7 @@ class _Counter(TorchDispatchMode):
         is_causal: bool,
         window: int | None = None,
     ) -> Tensor:
-        """Count attention over samples of these lengths, and return a result without content, with a graph.
-
-        ``[..., H, T, D], [..., K, S, D], [..., K, S, E] -> [..., H, T, E]``.
-        """
+        """Count attention over samples of these lengths, and return a result ``[..., H, T, E]`` without content."""
         heads, of_key, of_value = query.size(-3), 2 * query.size(-1), 2 * value.size(-1)
         has_graph = torch.is_grad_enabled()
         needs_q, needs_k, needs_v = (has_graph and x.requires_grad for x in (query, key, value))
@@ -286,11 +283,7 @@ def _pattern(mask: Tensor) -> tuple[bool, int | None]:
 
 
 def without_content(model: M) -> M:
-    """Copy a model, not sharded, with parameters that have a shape but no content, and take no memory.
-
-    Its buffers, and integers that a forward computes from its inputs, have content, so that a forward may read them;
-    buffers on ``meta`` become zeros.
-    """
+    """Copy an unsharded model with parameters of a shape without content; buffers keep theirs, on ``meta`` zeros."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     shapes: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -33,10 +33,7 @@ B = TypeVar("B", bound=Backend)
 
 
 def choose(operation: str, backends: Sequence[B], wanted: str, device: torch.device) -> B:
-    """Return the backend named ``wanted``; ``auto``: the first that is automatic on ``device`` and can run.
-
-    Raises UserError: the backend is unknown or cannot run on ``device``; names those that can.
-    """
+    """Return the backend ``wanted``, or the first automatic one on ``device``; a UserError names those that can run."""
     if wanted == "auto":
         automatic = (b for b in backends if b.automatic is None or device.type in b.automatic)
         return next(b for b in automatic if b.missing(device) is None)

@@ -64,11 +64,7 @@ class Rounding:
     def measure(
         cls, step: Callable[[], Step], weights: Mapping[str, Tensor], dtype_of: Callable[[str], torch.dtype]
     ) -> Rounding:
-        """Run the step as it is, and with moved weights and gradients; the weights are restored.
-
-        ``step`` computes the loss and the gradients, the same for the same ``weights``; it may change them.
-        ``dtype_of``: see :func:`nudge`.
-        """
+        """Run ``step``, a function of the ``weights`` alone, as it is and with moved weights and gradients."""
         kept = {name: weight.detach().clone() for name, weight in weights.items()}
 
         @torch.no_grad()

@@ -43,10 +43,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A recording of :class:`SpanRecorder`.
-
-    ``began`` is seconds since 1970, ``seconds`` the duration; ``spans`` are in the order in which they ended.
-    """
+    """A recording that ``began`` at a time since 1970, with spans in the order in which they ended."""
 
     began: float
     seconds: float
@@ -54,11 +51,7 @@ class Recorded:
 
 
 class SpanRecorder:
-    """Records spans between :meth:`begin` and :meth:`end`, on the device that computes.
-
-    Marks on a CUDA device are events on its current stream, which are read at the end, so recording never waits.
-    Callers check ``is_on`` first, so a recorder that is off costs nothing else.
-    """
+    """Records spans between :meth:`begin` and :meth:`end`, on CUDA by events, so that recording never waits."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.is_on = False

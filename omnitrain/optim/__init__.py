@@ -11,9 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["gradient_norm"]
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "gradient_norm": "omnitrain.optim.gradients",
-    },
-)
+__getattr__ = on_first_use(__name__, __file__)

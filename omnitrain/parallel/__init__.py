@@ -13,14 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ComponentLayout", "ModelLayout", "ParallelState", "VerifyReport", "VerifyRow", "layout_of"]
 
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "ComponentLayout": "omnitrain.parallel.layout",
-        "ModelLayout": "omnitrain.parallel.layout",
-        "ParallelState": "omnitrain.parallel.state",
-        "VerifyReport": "omnitrain.parallel.verify.verify",
-        "VerifyRow": "omnitrain.parallel.verify.verify",
-        "layout_of": "omnitrain.parallel.layout",
-    },
-)
+__getattr__ = on_first_use(__name__, __file__)

@@ -69,22 +69,16 @@ def missing_variables() -> Iterator[Variable]:
 
 
 def gpu_of_rank() -> torch.device:
-    """Return the GPU of this rank: that of its local rank among those that it sees.
-
-    A task of Slurm or Kubernetes may see one GPU alone, whatever its local rank is.
-    """
+    """Return the GPU of this rank's local rank among those that it sees, or the only one that it sees."""
     import torch
 
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def require_own_gpu(store: dist.Store, rank: int) -> None:
-    """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
+    """Raise UserError if another rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
     Parts of one GPU (MIG) may have its UUID, and are one GPU to NCCL, too, unless the user asks it for more.
-    ``store``: of all ranks.
-
-    Raises UserError: another rank has it.
     """
     import torch
 

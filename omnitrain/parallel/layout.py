@@ -56,8 +56,8 @@ class ModelLayout:
 
     # the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
     state: ParallelState
-    # component -> the factorisation of the ranks that share its matrices: that of its section, or one of its own.
-    # Another section's has no process groups.
+    # component -> the state of the ranks that share its matrices: the state of its section, or one of its own.
+    # The state of another section has no process groups.
     states: Mapping[str, ParallelState]
     components: Mapping[str, ComponentLayout]  # component -> its layout
     topology: Topology  # where and when each component runs
@@ -141,10 +141,7 @@ def planned_table(
     """Return the table of a model that is not parallelized yet.
 
     Its dtypes are the present ones of the weights. It lacks settings that only the ranks decide, such as sequence
-    parallelism.
-
-    ``model``: the model. ``plans``: component -> its complete plan. ``units``: component -> names of its FSDP units.
-    ``sections``: component -> the text of its section (:func:`section_text`); empty without sections.
+    parallelism. ``sections``: component -> :func:`section_text`.
     """
     return LayoutTable(
         _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))

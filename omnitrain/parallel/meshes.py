@@ -38,9 +38,8 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
 def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> DeviceMesh | None:
     """Create only the mesh ``fsdp`` of :func:`device_meshes`, for a component with degrees of its own.
 
-    Its root also has the axes ``pp`` and ``tp``, so each pipeline stage, and each tensor parallel rank in it, shards
-    its parameters over ranks of its own. All ranks of the run must call it; it is None on ranks that ``shape`` does not
-    have.
+    Its root also has the axes ``pp`` and ``tp``, whose ranks shard their parameters over ranks of their own. All ranks
+    of the run must call it; it is None on ranks that ``shape`` does not have.
     """
     groups = _Groups(shape, first_rank, _DENSE_ROOT)
     if not groups.has_this_rank:
@@ -50,11 +49,7 @@ def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> Device
 
 
 def mesh_group(ranks: Sequence[int], name: str, *, is_of_experts: bool = False) -> dist.ProcessGroup | None:
-    """Return the group of some global ranks that meshes share, which takes CPU tensors, too; None on other ranks.
-
-    All ranks of the run must call it. ``name``: its description, if it is new. ``is_of_experts``: it is for their
-    exchange alone.
-    """
+    """Return the group of some ranks that meshes share, also for CPU tensors; None elsewhere. All ranks call it."""
     configured = dist.get_backend_config()
     backend = None if "cpu:" in configured else f"cpu:gloo,{configured}"
     use = "experts" if is_of_experts else "mesh"
@@ -68,10 +63,6 @@ class _Groups:
     FSDP's all-gathers. They also run in streams of high priority: a layer's computation waits for them, and kernels
     that fill the GPU, such as those of a forward beside a backward, would start first. Every group also takes CPU
     tensors, even after ``init_process_group("nccl")``.
-
-    Attributes:
-        has_this_rank: whether this rank is in the groups.
-        of_axis: axis -> this rank's group; empty on other ranks.
     """
 
     def __init__(self, shape: MeshShape, first_rank: int, axes: Sequence[str]) -> None:

@@ -228,10 +228,7 @@ def init_parallel_state(
 
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
-    """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation.
-
-    Raises UserError: the degrees do not fit the number of ranks. The message has degrees and a number of ranks that do.
-    """
+    """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation."""
     _ensure_process_group()
     return _as_default(_states_of(plan, dist.get_world_size()))
 
@@ -395,21 +392,14 @@ def _as_default(states: dict[str, ParallelState]) -> ParallelState:
 def states_of_components(
     state: ParallelState, of_user: ParallelPlan, plans: Mapping[str, ComponentPlan]
 ) -> dict[str, ParallelState]:
-    """Return component -> the state of its section, or one of its own if only some ``tp`` ranks share its matrices.
-
-    States of their own have no process groups; :func:`with_own_groups` makes them. ``state``: of this rank's section.
-    ``plans``: component -> its complete plan.
-    """
+    """Return component -> its section's state, or one without groups if only some ``tp`` ranks share its matrices."""
     states = {name: state.of_section(of_user.section_of(name)) for name in plans}
     own = {name: plan.tp for name, plan in plans.items() if 1 < (plan.tp or 1) < states[name].size("tp")}
     return states | {name: states[name].with_tp(tp) for name, tp in own.items() if tp is not None}
 
 
 def with_own_groups(state: ParallelState, states: Mapping[str, ParallelState]) -> dict[str, ParallelState]:
-    """Make the process groups of states of their own (:func:`states_of_components`). All ranks of the run must call it.
-
-    Components of a section with equal degrees share a state.
-    """
+    """Make the groups of states of their own, once for equal degrees in a section. All ranks must call it."""
     of_sections, made = {id(at) for at in (state, *state.sections.values())}, dict[tuple[str, int], ParallelState]()
     own = {name: at for name, at in states.items() if id(at) not in of_sections}
     for key in sorted({(at.section, at.size("tp")) for at in own.values()}):

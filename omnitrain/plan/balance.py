@@ -15,11 +15,8 @@ def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarra
 
     Long runs of items of about equal cost are dealt in rounds that alternate direction, which gives the same loads
     within the cost of one item. Ties follow the order of items and workers, so equal arguments give equal results on
-    every machine.
-
-    ``problem``: ``[items]`` int64, index of the independent problem that each item belongs to. ``cost``: ``[items]``
-    int64, not negative; their sum is below 2**53. ``num_workers``: ``[problems]`` int64, at least 1 each. Returns
-    ``[items]`` int64: index of each item's worker within its problem.
+    every machine. ``problem`` and ``cost`` are ``[items]`` int64, not negative, below 2**53 in sum; returns ``[items]``
+    int64.
     """
     order = stable_order(problem, cost.max(initial=0) - cost)
     costs = cost[order]

@@ -18,10 +18,7 @@ class Encoded(NamedTuple):
 
 
 def item_cost(elements: int, quadratic: float) -> int:
-    """Return the cost of an item: ``elements + quadratic * elements ** 2``, rounded.
-
-    ``quadratic``: the part of attention inside the item, relative to the linear part.
-    """
+    """Return the cost of an item, with attention inside of it: ``elements + quadratic * elements ** 2``, rounded."""
     return elements + round(quadratic * elements**2)
 
 

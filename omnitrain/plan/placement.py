@@ -55,11 +55,7 @@ class Placement:
     exchange: str = ""
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
-        """Return what a table shows of it.
-
-        ``reader``: the component that reads its features; empty: nobody. ``ranks``: those that compute it, in a
-        pipeline those of all stages.
-        """
+        """Return what a table shows of it; ``reader``: of its features, or empty; ``ranks``: those that compute it."""
         together = len(self.call_groups[0]) if self.call_groups else 1
         windows = {None: "the step", 1: "1 micro-batch"}.get(self.window, f"{self.window} micro-batches")
         roads = {"forward": f"in the forwards{' (all-to-all)' * (self.place != 'local')}", "exchange": "all-to-all"}
@@ -85,11 +81,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Topology:
-    """Components and ranks of a run; equal on all ranks.
-
-    Raises:
-        ValueError: invalid ranks, names or places; the message lists all problems.
-    """
+    """Components and ranks of a run; equal on all ranks. A ValueError lists all problems of ranks, names and places."""
 
     world_size: int  # number of ranks
     components: tuple[Placement, ...]  # components in the order in which they encode

@@ -8,10 +8,7 @@ _BITS = 16
 
 
 def stable_order(*keys: np.ndarray) -> np.ndarray:
-    """Return the indices that sort by the first key, then the second, ..., then by position.
-
-    ``keys``: ``[n]`` int64 each, not negative. Returns ``[n]`` int64.
-    """
+    """Return the indices that sort by ``keys`` ``[n]`` int64, not negative: the first, the second, ..., position."""
     sizes = [int(key.max(initial=0)) + 1 for key in keys]
     if np.prod(sizes, dtype=object) > np.iinfo(np.int64).max:
         return np.lexsort(keys[::-1])

@@ -8,11 +8,7 @@ import numpy as np
 
 
 def runs_within(sizes: Iterable[int], most: int | None) -> list[int]:
-    """Cut items into as few runs as possible, from the first on, and return the number of items of each run.
-
-    ``sizes``: of each item, in order. ``most``: the largest sum of the sizes in a run; a larger item is a run of its
-    own. None: one run.
-    """
+    """Cut items into as few runs of at most ``most`` in size (larger items alone) as possible; return their lengths."""
     runs: list[int] = []
     room = 0
     for size in sizes:

@@ -68,8 +68,7 @@ class Balance(NamedTuple):
 class StepPlan(StepTables):
     """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
-    ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
-    ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
+    ``M``: number of micro-batches, of which ranks that drew fewer run empty ones; ``E``: number of call sites.
     """
 
     topology: Topology  # components and ranks of the run
@@ -132,10 +131,7 @@ class StepPlan(StepTables):
         return RowRoutes(item, producer, consumer, self.item_tokens[item])
 
     def loads(self, component: str) -> np.ndarray:
-        """Return ``[M, ranks of the component]`` int64: the cost of the items that each rank encodes.
-
-        Ranks that divide the work of a call each have an equal part of its cost, rounded up.
-        """
+        """Return ``[M, ranks]`` int64: the cost of what each rank encodes; ranks of one call divide it, rounded up."""
         items = self.topology.items_of(component, self.slot)
         cell = self._micro_batch(items) * self.topology.world_size + self.producer[items]
         sums = np.bincount(cell, self.cost[items], self.num_micro_batches * self.topology.world_size)

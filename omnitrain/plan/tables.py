@@ -71,19 +71,13 @@ class StepTables:
 
 
 def shape_key(*parts: object) -> int:
-    """Hash ``parts`` (names, dtypes, trailing shapes), which must be equal for two items to be stacked.
-
-    The hash is the same on all ranks.
-    """
+    """Hash ``parts`` (names, dtypes, trailing shapes), equal for items that can be stacked, on all ranks."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2  # a table has twice as much, which fits a positive int64
 
 
 def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.ndarray:
-    """Encode the table of a rank that drew these micro-batches as ``[words]`` int64.
-
-    Raises ValueError: a loss or media that the topology does not have, or a negative number.
-    """
+    """Encode what a rank drew, ``[words]`` int64; a loss or media that the topology does not have is a ValueError."""
     media = topology.media
     for batch in batches:
         if unknown := sorted((batch.counts.keys() - {*topology.losses}) | (batch.items.keys() - {*media})):
@@ -122,9 +116,7 @@ def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
 
 
 def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
-    """Decode the tables of all ranks, which were encoded with ``topology``.
-
-    ``gathered``: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
+    """Decode the tables of all ranks, padded or not, that were encoded with ``topology``: ``[words]`` int64 each.
 
     Raises ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.
     """

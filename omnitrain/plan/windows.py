@@ -38,21 +38,17 @@ class WindowChoice:
 
 
 class WindowChooser:
-    """Choose the windows of each step. All ranks that plan a step choose the same.
+    """Choose the windows of each step, equally on all ranks.
 
-    ``choices``: the components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
-    backwards of the step. Picklable. ``num_parameters``: component -> active parameters per token, from which ``auto``
-    estimates times.
+    ``choices``: components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
+    backwards. ``num_parameters``: component -> active parameters per token, from which ``auto`` estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
         self.choices, self.passes, self.num_parameters = tuple(choices), passes, dict(num_parameters)
 
     def __call__(self, topology: Topology, tables: StepTables) -> Topology:
-        """Return the topology with the windows of this step.
-
-        Raises UserError: the features of single micro-batches are more than a limit allows.
-        """
+        """Return the topology with the windows of this step; UserError: a micro-batch's features are above a limit."""
         number = len(tables.counts)
         for choice in self.choices if number else ():
             passes, features = self.passes(number), features_of(topology, tables, choice.component)
@@ -103,11 +99,7 @@ def features_of(topology: Topology, tables: StepTables, component: str) -> np.nd
 
 
 def peak(passes: Schedule, size: int, is_trained: bool, features: np.ndarray) -> int:
-    """Return the most ``features`` (:func:`features_of`) that wait on a rank of the first stage at a time.
-
-    They wait from the exchange of their window, of ``size`` micro-batches, to its backward; features of a frozen
-    encoder to the backward of their micro-batch. ``passes``: forwards and backwards of the step.
-    """
+    """Return the most ``features`` that wait on a first stage's rank, from their exchange to their last backward."""
     return int((_waiting(passes, size, is_trained) @ features).max())
 
 

@@ -17,8 +17,6 @@ from omnitrain.recipe.model import Projector as Projector
 from omnitrain.recipe.parallel import ComponentPlan as ComponentPlan
 from omnitrain.recipe.parallel import ParallelPlan as ParallelPlan
 from omnitrain.recipe.plan_groups import Precision as Precision
-from omnitrain.recipe.save import json_schema as json_schema
-from omnitrain.recipe.save import save_recipe as save_recipe
 from omnitrain.recipe.shipped import copy_recipe as copy_recipe
 from omnitrain.recipe.shipped import find_recipe as find_recipe
 from omnitrain.recipe.shipped import list_recipes as list_recipes
@@ -29,3 +27,5 @@ from omnitrain.recipe.train import ExpertsBalance as ExpertsBalance
 from omnitrain.recipe.train import Optimizer as Optimizer
 from omnitrain.recipe.train import Train as Train
 from omnitrain.recipe.tree import Recipe as Recipe
+from omnitrain.recipe.tree import json_schema as json_schema
+from omnitrain.recipe.tree import save_recipe as save_recipe

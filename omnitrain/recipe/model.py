@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from omnitrain.recipe.hf_config import check_hf_config_keys
-from omnitrain.recipe.hf_processor import check_hf_processor_keys
-from omnitrain.recipe.strict import Idle, Problem, Strict
+from omnitrain.recipe.hf_config import check_hf_config_keys, check_hf_processor_keys
+from omnitrain.recipe.strict import Idle, Problem, Strict, short_for
 
 
 class HFSource(Strict):
@@ -27,11 +26,7 @@ class HFSource(Strict):
             yield (), f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
 
 
-def _path_shorthand(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_type=str | HFSource)]
+Source = Annotated[HFSource, short_for("path", str, str | HFSource)]
 
 
 class Projector(Strict):

@@ -11,12 +11,12 @@ from pydantic import BeforeValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.globs import matches, matches_weight, unmatched
-from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.plan_groups import (
     AUTO_CHUNKS,
     Degree,
     EncodePlan,
     ExpertsPlan,
+    Lora,
     MemoryPlan,
     Offloaded,
     OffloadedTensor,

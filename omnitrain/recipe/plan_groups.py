@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -192,3 +192,23 @@ class ExpertsPlan(Strict):
     installed; `auto`: DeepEP if a test exchange at the start works, else `torch`. Unset: `torch`."""
     delay_wgrad: bool | None = None
     """Under `ep`, compute the gradients of the experts' weights while gradients of the tokens are in transit."""
+
+
+ALL_LINEAR: Final = "all-linear"  # as peft calls it
+
+
+class Lora(Strict):
+    """Low-rank adapters (arXiv:2106.09685): the component is frozen; ``alpha / rank * B A`` trains, first ``B = 0``."""
+
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = ALL_LINEAR
+    """Globs for linear layers (`q_proj`, `layers.*.self_attn.*`) and for matrices of fused experts
+    (`experts.gate_up_proj`). A glob that matches nothing is an error. `all-linear`: all linear layers that can have
+    adapters, without fused experts."""
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters: rows of `A`, columns of `B`. Fused experts: the rank for each expert."""
+    alpha: float = Field(32.0, gt=0)
+    """The output of an adapter is scaled by `alpha / rank`."""
+    rslora: bool = False
+    """Scale by `alpha / sqrt(rank)` (arXiv:2312.03732)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability of dropping an input of `A` in training; not of fused experts."""

@@ -118,8 +118,8 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
         description = texts.get(name, "a value")
         return f"{path}: required, but missing; add `{name}`: {description.split('. ')[0].removesuffix('.')}"
     if kind == OLD:
-        now = ".".join(map(str, (*spot.path[:-1], first["ctx"]["now"])))
-        return f"{path}: an old key; use `{now}`"
+        inside = "".join(f"{part}." for part in spot.path[:-1])
+        return f"{path}: {first['msg'].replace('use `', f'use `{inside}')}"
     if kind == LOCATED:
         return f"{path}: {first['msg']}"
     if kind == "value_error":

@@ -13,9 +13,17 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Self, get_args, get_origin
+from typing import Any, LiteralString, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from omnitrain.recipe.other_names import in_place_of
@@ -26,15 +34,22 @@ LOCATED = "located"  # pydantic type of these problems; their message needs no a
 OLD = "old"  # that of keys of older versions
 
 
-def raise_located(node: str, problems: Iterable[Problem]) -> None:
-    """Raise a ValidationError of ``node`` with all problems, if there are any."""
+def raise_located(node: str, problems: Iterable[Problem], kind: LiteralString = LOCATED) -> None:
+    """Raise a ValidationError of ``node`` with all problems, of this pydantic type, if there are any."""
     # The message is passed in the context: in a template, its braces would be read as fields.
     found = [
-        InitErrorDetails(type=PydanticCustomError(LOCATED, "{message}", {"message": message}), loc=path, input=None)
+        InitErrorDetails(type=PydanticCustomError(kind, "{message}", {"message": message}), loc=path, input=None)
         for path, message in problems
     ]
     if found:
         raise ValidationError.from_exception_data(node, found)
+
+
+def short_for(key: str, kind: Any, schema: Any) -> BeforeValidator:
+    """Let a value of this kind be short for a node with it under ``key``; ``schema``: the type of either."""
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, kind) else value, json_schema_input_type=schema
+    )
 
 
 class Idle(NamedTuple):
@@ -107,15 +122,8 @@ class Strict(BaseModel):
     @classmethod
     def _refuse_old_keys(cls, tree: Any) -> Any:
         old = {key: in_place_of(cls, key, value) for key, value in tree.items()} if isinstance(tree, dict) else {}
-        found = [
-            InitErrorDetails(
-                type=PydanticCustomError(OLD, "an old key; use `{now}`", {"now": now}), loc=(key,), input=None
-            )
-            for key, now in old.items()
-            if now is not None
-        ]
-        if found:
-            raise ValidationError.from_exception_data(cls.__name__, found)
+        found = [((key,), f"an old key; use `{now}`") for key, now in old.items() if now is not None]
+        raise_located(cls.__name__, found, OLD)
         return tree
 
     def idle(self) -> Iterator[Idle]:

@@ -6,6 +6,7 @@ Every field has a description; ``omnitrain show --schema`` prints them as JSON s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,6 @@ from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.model import Model
-from omnitrain.recipe.overrides import apply_overrides
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.problems import problem_lines
@@ -24,7 +24,7 @@ from omnitrain.recipe.shipped import find_recipe
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
-from omnitrain.recipe.yaml_text import parse_yaml
+from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 
 class Recipe(Strict):
@@ -57,9 +57,7 @@ class Recipe(Strict):
             why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
             yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
         if not ("text" in self.train.losses or self.train.metrics):
-            why = (
-                "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add it, or remove it"
-            )
+            why = "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add or remove it"
             yield Idle("model.teachers", why)
         for name in self.model.teachers.keys() & self.data.pack_elements.keys():
             yield Idle("data.pack_elements", f"but the teacher {name} reads no media; remove it there")
@@ -186,15 +184,11 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
-        """Load a YAML recipe.
+        """Load a YAML file, or a shipped recipe by its name (``quickstart``), with ``overrides`` in order.
 
-        Args:
-            path: YAML file, or the name of a shipped recipe (``quickstart``).
-            overrides: ``key.sub=value`` strings, applied in order; values are YAML.
-
-        Raises:
-            RecipeError: no such recipe, or invalid YAML, or problems in the tree or the overrides; lists all problems
-                with their paths and, for unknown keys, the nearest valid key.
+        An override is ``key.sub=value``; values are YAML. Raises RecipeError: no such recipe, or invalid YAML, or
+        problems in the tree or the overrides; lists all of them with their paths and, for unknown keys, the nearest
+        valid key.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(
@@ -229,3 +223,68 @@ def _read_mapping(file: Path) -> dict[str, Any]:
         found = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise RecipeError(f"{file}: found {found}; expected keys such as `model:`, `data:` and `train:`")
     return tree
+
+
+def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Set ``key.sub=value`` (YAML) in ``tree``, in order; return a line for each that cannot be applied."""
+    problems = []
+    for override in overrides:
+        try:
+            _apply(tree, override)
+        except RecipeError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    path = dotted.strip().split(".")
+    if not equals or not all(path):
+        raise RecipeError(f"override `{override}`: expected key.sub=value, such as train.steps=20")
+    value = parse_yaml(text, f"override `{override}`")
+    node: Any = tree
+    for depth, part in enumerate(path[:-1]):
+        node = _child(node, _key(node, part, path[:depth]), path[depth + 1])
+    node[_key(node, path[-1], path[:-1])] = value
+
+
+def _child(node: Any, key: str | int, next_part: str) -> Any:
+    child = node.get(key) if isinstance(node, dict) else node[key]
+    if child is not None:
+        return child
+    if next_part.isdigit():
+        return []  # without a list, any index is refused
+    node[key] = {}
+    return node[key]
+
+
+def _key(node: Any, part: str, parents: list[str]) -> str | int:
+    if isinstance(node, dict):
+        return part
+    dotted = ".".join(parents)
+    if not isinstance(node, list):
+        raise RecipeError(f"{dotted}.{part}: `{dotted}` is {node!r}, which has no keys; set `{dotted}` as a whole")
+    if part.isdigit() and int(part) < len(node):
+        return int(part)
+    indexes = f"an index from 0 to {len(node) - 1}" if node else "no index, the list is empty"
+    raise RecipeError(f"{dotted}.{part}: found `{part}`; expected {indexes}; or set `{dotted}` as a whole")
+
+
+def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
+    """Raise a RecipeError for heads that the recipe names and a model that was loaded does not have."""
+    if unknown := [f"{'.'.join(map(str, path))}: {why}" for path, why in recipe.unknown_heads(decoders)]:
+        raise RecipeError(*unknown)
+
+
+def save_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Write a resolved recipe as YAML with all fields, atomically; the file loads to an equal recipe."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}.tmp")
+    temporary.write_text(dump_yaml(recipe.model_dump()), encoding="utf-8")
+    os.replace(temporary, file)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a recipe (draft 2020-12), for completion and checks in editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}

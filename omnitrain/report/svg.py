@@ -19,10 +19,7 @@ Points = list[tuple[int, float | None]]  # step, value; None is a gap
 
 @dataclass(frozen=True)
 class Curve:
-    """A number of a run over its steps, of the same name in all runs; its points have at least one value.
-
-    ``run`` is the index of the run in the report.
-    """
+    """A number of a run (its index) over its steps, of the same name in all runs; it has at least one value."""
 
     run: int
     name: str
@@ -220,10 +217,7 @@ class Bar:
 
 
 def draw_bars(bars: Sequence[Bar], lanes: Sequence[str], title: str, x: str, end: float | None = None) -> Markup:
-    """Return bars in lanes with these names, from the top.
-
-    The horizontal axis goes from 0 to ``end``, or else to the end of the last bar; ``x`` names it, with its unit.
-    """
+    """Return bars in named lanes, from the top, over ``x`` from 0 to ``end``, or else to the end of the last bar."""
     left, width, bottom = 12 + 5.2 * max(map(len, lanes)), 650, 4 + _LANE * len(lanes)
     last = max((bar.start + bar.length for bar in bars), default=1) if end is None else end
     across = _Axis(0, last, left, width - 12)

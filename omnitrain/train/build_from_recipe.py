@@ -20,8 +20,8 @@ from omnitrain.models.adapters.lora import add_lora
 from omnitrain.models.contract.check import require_attention_backend
 from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.attention.choose import AUTO, require_trainable
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
@@ -106,18 +106,10 @@ def load_checkpoint(
 ) -> tuple[OmniModel, OmniProcessor]:
     """Load a saved model, with its LoRA adapters if it has any, and its processor.
 
-    Args:
-        folder: a run, whose newest checkpoint is loaded, or a model and processor saved with ``save_pretrained``.
-        frozen: names of components to freeze.
-        init_device: device of the weights; ``meta`` makes only shapes.
-        chat: chat format that replaces the saved one.
-        torch_dtype: dtype of the weights; None: as saved.
-        teachers: component name -> folder or Hub id of a language model that is added as a teacher.
-        checked: verify the checksums of the files before reading weights, except files of the optimizer.
-        averaged: load the averages of ``train.ema`` in place of the trained weights.
-
-    Raises:
-        UserError, WeightsError: not such a folder; tensors are missing, unexpected or have the wrong shape.
+    ``folder``: a run, whose newest checkpoint is loaded, or what ``save_pretrained`` wrote. ``frozen``: components to
+    freeze. ``chat`` replaces the saved format. ``teachers``: component -> language model to add. ``checked``: verify
+    the checksums of files, but the optimizer's, before reading. ``averaged``: load the averages of ``train.ema``.
+    Raises UserError, WeightsError: not such a folder, or tensors are missing, unexpected or of the wrong shape.
     """
     folder = newest_checkpoint(folder)
     if checked and init_device != "meta":
@@ -126,18 +118,14 @@ def load_checkpoint(
         weights_path=str(folder), teachers=teachers, init_device=init_device, torch_dtype=torch_dtype
     )
     if averaged:
-        _load_averages(model, folder)
+        if not (folder / EMA_FOLDER).is_dir():
+            raise UserError(f"{folder} has no averages of its weights; only a run with `train.ema` keeps them")
+        load_averages(model, folder / EMA_FOLDER)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
-
-
-def _load_averages(model: OmniModel, checkpoint: Path) -> None:
-    if not (checkpoint / EMA_FOLDER).is_dir():
-        raise UserError(f"{checkpoint} has no averages of its weights; only a run with `train.ema` keeps them")
-    load_averages(model, checkpoint / EMA_FOLDER)
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
@@ -181,10 +169,7 @@ def _refused_part(parts: Model) -> str:
 
 
 def require_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise a UserError with a line for each backend of ``model.ops`` that cannot train the model on ``device``.
-
-    ``dtype`` is the one in which the foundation computes; the model may be on ``meta``.
-    """
+    """Raise UserError with a line for each backend of ``model.ops`` that cannot train on ``device`` in ``dtype``."""
     problems, other_backends = [], {"cross_entropy": CROSS_ENTROPY, "unread_rows": UNREAD_ROWS, "experts": EXPERTS}
     for name, wanted in ops.model_dump(exclude={"attention"}).items():
         try:
@@ -219,11 +204,7 @@ def _idle_ops(model: OmniModel) -> Iterator[Idle]:
 
 
 def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype) -> dict[str, dict[str, FusedOp]]:
-    """Install the backends of ``model.ops`` in the foundation, the encoders and all losses; see :func:`require_ops`.
-
-    Media tokenizers keep their code, because different rounding would give different codes. Returns component name ->
-    operation -> the backend and the number of modules that use it.
-    """
+    """Install the backends of ``model.ops``, not in media tokenizers; return component -> operation -> its use."""
     require_ops(model, ops, device, dtype)
     for part in (model.runner, *model.decoders.values()):
         part.loss_backend = ops.cross_entropy

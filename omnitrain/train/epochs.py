@@ -20,10 +20,7 @@ def counts_samples(recipe: Recipe) -> bool:
 
 
 def in_steps(recipe: Recipe) -> Recipe:
-    """Return the recipe with ``steps`` in place of ``epochs``, and ``packs_per_step`` in place of ``samples_per_step``.
-
-    It packs the first rows of the run's order, in this process. The result depends on the recipe and its data only.
-    """
+    """Return the recipe in steps and packs in place of epochs and samples, counted by packing its first rows."""
     if not counts_samples(recipe):
         return recipe
     train, measured = recipe.train, _Measured(recipe)

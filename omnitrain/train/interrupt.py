@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -11,6 +12,7 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TOGETHER_SECONDS = 1.0
+_SAID = b"omnitrain: ends and saves after this step; Ctrl-C again stops at once, and loses what is not saved\n"
 
 
 @contextmanager
@@ -63,6 +65,8 @@ class Interrupt:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._first is None:
             self._first, self._number = time.monotonic(), number
+            if os.environ.get("RANK", "0") == "0":
+                os.write(2, _SAID)  # a handler must not use buffered streams
         elif number != signal.SIGTERM and time.monotonic() - self._first > TOGETHER_SECONDS:
             self._handling.close()
             signal.raise_signal(number)

@@ -31,17 +31,7 @@ from omnitrain.train.run_state.save import TrainingState
 
 
 class RunMeasures:
-    """Counts, sums, times and costs of a run, on from those that a checkpoint has. Every rank calls all methods.
-
-    Attributes:
-        step: optimizer steps done.
-        samples: samples in these steps.
-        steps_without_targets: steps without tokens to predict.
-        loader: the training data; :meth:`follow` sets it.
-        routers, routing, chunks: what is done with experts: their balance, recorded or replayed routing, dispatch.
-        data: state of this rank's data after the last step.
-        line: the last line of metrics.
-    """
+    """Counts, sums, times and costs of a run, on from those that a checkpoint has. Every rank calls all methods."""
 
     def __init__(
         self,
@@ -56,7 +46,7 @@ class RunMeasures:
         self.model, self.compiled, self.ranks = prepared.model, prepared.compiled, ranks
         self._recipe, self._device, self._started = recipe, device, started - saved.seconds
         self.step, self.samples, self.steps_without_targets = saved.step, saved.samples, saved.steps_without_targets
-        self.line: dict[str, Any] = {}
+        self.line: dict[str, Any] = {}  # the last one of metrics
         self.meter, self.mean_loss = LossMeter(), MeanLoss(saved.mean_loss, saved.loss_tokens)
         if ranks.meter_peers.rank == 0:
             self.meter.continue_from(saved.losses)

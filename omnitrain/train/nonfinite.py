@@ -130,10 +130,7 @@ def not_finite_error(
     recipe: Recipe,
     mixed: bool,
 ) -> NonFiniteError:
-    """Return the error of ``step`` (from 1), with the samples whose loss is not finite. All ranks call this.
-
-    ``packs`` are the losses of this rank's packs; ``origin`` is where it began on this rank.
-    """
+    """Return the error of ``step`` (from 1), with the samples whose loss is not finite. All ranks call this."""
     samples: dict[str, None] = {}  # an ordered set
     by_head: dict[str, dict[str, None]] = {}
     for names, found in peers.gather(([p.info.ids for p in packs], [p.not_finite() for p in packs])):

@@ -21,7 +21,8 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.adapters.lora import token_matrices
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.build import decayed_parameters
@@ -170,7 +171,8 @@ def _optimizer(model: OmniModel, make: MakeOptimizer) -> torch.optim.Optimizer:
     layout = layout_of(model)
     assert layout is not None, "the model is parallelized"
     offloaded = set(layout.offloaded(model))
-    trained, decayed = trained_parameters(model), decayed_parameters(model)
+    trained, rows_alone = trained_parameters(model), map(model.get_parameter, token_matrices(model))
+    decayed = decayed_parameters(model).difference(rows_alone)  # there only the rows of new tokens train
     require_fp32({name: p.dtype for name, p in trained.items() if p not in offloaded})
     with_decay = [p for p in trained.values() if p in decayed]
     without = [p for p in trained.values() if p not in decayed]

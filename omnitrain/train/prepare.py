@@ -15,8 +15,8 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread import require_shown, unread_notes
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.models.hf.stored_tensor import weights_left_in_files
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.flops import ModelFlops
-from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
 from omnitrain.ops.fused.install import FusedOp
@@ -26,7 +26,7 @@ from omnitrain.parallel.step.item_costs import MeasuredCosts
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, PlanError
-from omnitrain.recipe.save import require_heads
+from omnitrain.recipe.tree import require_heads
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint, use_ops, use_own_functions
 from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.metrics.console import console
@@ -110,9 +110,8 @@ def open_data(
 ) -> tuple[StepLoader, list[RowSource]]:
     """Open all data sets, and prepare the first row of every kind; return this rank's loader and the held-out data.
 
-    The contract of the sharded ``model`` decides how samples are packed and steps planned; ``state`` is that of the
-    run's data, ``measured`` are the costs of items that the run measures. Raises UserError: a data set cannot be read,
-    the model cannot use a first row, no message shows some media, or a component gets no training data.
+    The contract of the sharded ``model`` decides how samples are packed and steps planned. Raises UserError: a data set
+    cannot be read, the model cannot use a first row, no message shows some media, or a component gets no training data.
     """
     contract, planner = model.runner.contract, step_planner(model, ranks.rendezvous, measured)
     loader = build_dataloader(

@@ -42,10 +42,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int | None:
-        """Rank among those that draw different samples; ranks that share a sequence or matrices have the same.
-
-        None: the section of this rank draws none.
-        """
+        """Rank among those that draw different samples, equal where they share some; None: the section draws none."""
         if self.state is None:
             return 0
         return self.state.dp_rank if self.state.section == MAIN else None

@@ -71,11 +71,7 @@ class SaveTimes:
 
 
 class Saves:
-    """Saves a run after the steps where it is due. Every rank calls all methods.
-
-    ``tell`` is called with ``"on_save"`` and the folder of each checkpoint once it is complete; ``paused`` makes the
-    context in which no progress is expected.
-    """
+    """Saves a run after the steps where it is due, and tells ``on_save``. Every rank calls all methods."""
 
     def __init__(
         self,

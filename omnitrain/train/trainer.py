@@ -50,7 +50,7 @@ from omnitrain.train.nonfinite import NonFiniteError, Origin, OriginFinder, not_
 from omnitrain.train.prepare import open_data, prepare_model
 from omnitrain.train.process_groups import Ranks, join_ranks
 from omnitrain.train.run_state.run_folder import Resume, RunFolder, require_free, require_same_rows
-from omnitrain.train.run_state.save import Saver, TrainingState, checkpoint_bytes, read_state
+from omnitrain.train.run_state.save import Saver, TrainingState, checkpoint_bytes, load_optimizers, read_state
 from omnitrain.train.run_state.snapshot import EMA_FOLDER, OPTIMIZER
 from omnitrain.train.saves import Saves
 
@@ -107,16 +107,16 @@ class Trainer:
     def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
-        ``recipe``: the recipe of the run. ``resume``: continue the run in ``recipe.output_dir`` from its newest
-        checkpoint. "auto": from the newest one that is not damaged; if it has none, start it. ``callbacks``: called
-        before those of ``train.callbacks``; all ranks must pass the same. Raises UserError: recipe, data and weights do
-        not fit together.
+        ``resume``: continue the run in ``recipe.output_dir`` from its newest checkpoint; "auto": from the newest one
+        that is not damaged, or start it. ``callbacks``, the same on all ranks, are called before those of
+        ``train.callbacks``. Raises UserError: recipe, data and weights do not fit together.
         """
         if not isinstance(recipe, Recipe):
             raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
         started = time.perf_counter()
         recipe = self._join(recipe, callbacks)
         self.resumed, self._continues = self.folder.checkpoint_to_resume(self.ranks.peers, resume), resume == "auto"
+        saved, trained = read_state(self.resumed) if self.resumed else (TrainingState(), [])
         prepared = prepare_model(recipe, self.ranks, self.device, self.resumed)
         self.model, self.processor, self.ops = prepared.model, prepared.processor, prepared.ops
         self.layout, self.compiled = prepared.layout, prepared.compiled
@@ -124,7 +124,8 @@ class Trainer:
         self._parameters = list(self.model.parameters())  # walking the modules in each step takes long
         self.ema = AveragedWeights(self.optimizer, recipe.train.ema.decay) if recipe.train.ema else None
         optimizers = {OPTIMIZER: self.optimizer} | ({EMA_FOLDER: self.ema} if self.ema else {})
-        saved = read_state(self.resumed, self.model, optimizers) if self.resumed else TrainingState()
+        if self.resumed:
+            load_optimizers(self.resumed, self.model, optimizers, trained)
         folder = self.folder.path
         self.measures = RunMeasures(recipe, prepared, self.ranks, self.device, folder, saved, started)
         self.recipe = self.folder.recipe = self.measures.settled_in(recipe)
@@ -181,10 +182,9 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises
-        NonFiniteError: a loss or gradient is not finite; the finished steps are saved; UserError: the data cannot be
-        used; the finished steps are saved; TrainingError: a data process was killed; the finished steps are saved;
-        CallbackError: a callback raised on some rank; the finished steps are saved.
+        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises, after
+        the finished steps are saved: NonFiniteError: a loss or gradient is not finite; UserError: the data cannot be
+        used; TrainingError: a data process was killed; CallbackError: a callback raised on some rank.
         """
         if (finished := self._finished()) is not None:
             return finished

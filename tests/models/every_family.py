@@ -18,7 +18,7 @@ from transformers.models.auto import modeling_auto
 
 from omnitrain.data.packing.sample import Features, Sample
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.experts.routing_replay import Recording

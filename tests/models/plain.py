@@ -22,7 +22,8 @@ from transformers.modeling_utils import local_torch_dtype
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
-from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, init_peaked_, override
+from omnitrain.models.contract.tiny_model import init_peaked_
+from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, override
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import foundation_class

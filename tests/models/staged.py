@@ -17,6 +17,7 @@ from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.encode import EncodedPack
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.stage import StageInput
 
 
 def with_layers(config: PreTrainedConfig, number: int = 4) -> PreTrainedConfig:
@@ -75,8 +76,9 @@ class InFlight:
     def forward(self) -> None:
         """Run the next stage."""
         span = self.spans[len(self.left)]
-        self.arrived.append(self.left[-1].detach().requires_grad_() if self.left else None)
-        output = self.model.run_stage(self.encoded, span, self.arrived[-1])
+        arrived = [tensor.detach().requires_grad_() for tensor in self.left[-1:]]
+        self.arrived.append(arrived[0] if arrived else None)
+        output = self.model.run_foundation(self.encoded, StageInput(span, tuple(arrived)))
         if isinstance(output, Tensor):
             self.left.append(output)
         else:

@@ -18,7 +18,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.media import MediaFile, Waveform, decode_audio, decode_clip
 from omnitrain.data.sources.rows import Row
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.memory.recompute import recompute_blocks

@@ -27,7 +27,8 @@ from transformers.models.auto.image_processing_auto import (
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import Discovery, discover, init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
+from omnitrain.models.discovery import Discovery, discover
 from omnitrain.models.discovery.features import row_numbers
 from omnitrain.models.discovery.interface import ModalityInterface
 from omnitrain.models.discovery.placeholders import marks

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_adapters
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from tests.families import FAMILIES, WINDOW_VIT
 from tests.models.shrunk import small_configs
 from tests.tiny import tiny_model

@@ -18,8 +18,8 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.tiny_model import tiny_model_of
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe.layout import parse_layout
-from omnitrain.recipe.lora import Lora
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import Lora
 from tests.parallel import factories
 from tests.parallel.expert.test_experts import samples_of, text_samples
 from tests.parallel.laid_out import laid_out, total

@@ -4,7 +4,7 @@ import pytest
 
 from omnitrain.errors import RecipeError
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.overrides import apply_overrides
+from omnitrain.recipe.tree import apply_overrides
 
 
 def test_values_are_yaml_and_reach_every_kind_of_node(recipe_file: Path) -> None:

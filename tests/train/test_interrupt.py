@@ -8,7 +8,9 @@ from omnitrain.train import interrupt
 from omnitrain.train.interrupt import Interrupt, handled
 
 
-def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_that_come_together_are_one_and_a_later_one_interrupts(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     now = 0.0
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: now)
@@ -18,6 +20,11 @@ def test_signals_that_come_together_are_one_and_a_later_one_interrupts(monkeypat
             signal.raise_signal(number)
             assert asked.requested
             now += 0.4
+        told = capfd.readouterr().err  # before someone presses again while it saves
+        assert (
+            told
+            == "omnitrain: ends and saves after this step; Ctrl-C again stops at once, and loses what is not saved\n"
+        )
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe, load_checkpoint

@@ -156,6 +156,17 @@ def test_ctrl_c_in_the_evaluation_ends_it_behind_the_batch_and_resuming_evaluate
     assert Trainer(recipe, resume=True).fit().scores["seconds"] > 0
 
 
+def test_a_run_with_another_order_of_data_is_refused_before_its_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_recipe(tmp_path, text_only=True)
+    Trainer(load(path, "train.steps=1")).fit()
+    monkeypatch.setattr("omnitrain.data.loading.slots.ORDER_VERSION", 4)
+    monkeypatch.setattr("omnitrain.train.trainer.prepare_model", None)
+    with pytest.raises(UserError, match=r"the run began with version 3 of the order of data.*only version 4"):
+        Trainer(load(path, "train.steps=2"), resume=True)
+
+
 def test_resuming_a_finished_run_changes_nothing_and_says_so(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, text_only=True, evaluated=True)
     fast = ["evaluation={batch_size: 28, max_new_tokens: 1}", "train.steps=1"]

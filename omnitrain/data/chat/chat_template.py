@@ -188,7 +188,6 @@ class ChatTemplate:
         return others | (no_content if content is None else {"content": self._content(content, parts)})
 
     def _content(self, content: Any, parts: list[Message]) -> str | list[Message]:
-        """Return the content as text or parts, whichever the template takes."""
         if self._takes_parts and not (self._takes_text and isinstance(content, str)):
             return parts
         media = [part["type"] for part in parts if part["type"] != "text"]

@@ -341,9 +341,8 @@ def build_dataloader(
         **options: with a recipe's data the fields of :class:`LoaderOptions`; with a dataset the arguments of
             :class:`~omnitrain.data.loading.dataset_loader.DatasetLoader`.
 
-    Raises:
-        DataError: a data set is missing, empty, or lacks a column.
-        UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
+    Raises DataError: a data set is missing, empty, or lacks a column; UserError: the sizes do not fit the ranks, or
+    ``data`` is no dataset.
     """
     if (data is None) == (dataset is None):
         raise UserError("data: expected the `data` of a recipe, or a dataset (`dataset=`)")

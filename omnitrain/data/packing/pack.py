@@ -117,17 +117,24 @@ class Pack:
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
-        return Pack(
-            input_ids=to_device(self.input_ids, device),
-            position_ids=to_device(self.position_ids, device),
-            cu_seqlens=to_device(self.cu_seqlens, device),
-            text_rows=self.text_rows,
-            text_labels=to_device(self.text_labels, device),
-            inputs={name: batch.to(device) for name, batch in self.inputs.items()},
-            targets={name: batch.to(device) for name, batch in self.targets.items()},
-            info=self.info,
-            token_inputs={name: to_device(tensor, device) for name, tensor in self.token_inputs.items()},
-            forward_inputs={name: to_device(tensor, device) for name, tensor in self.forward_inputs.items()},
+        tensors = ("input_ids", "position_ids", "cu_seqlens", "text_labels")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in tensors}
+        for name in ("inputs", "targets"):
+            moved[name] = {component: batch.to(device) for component, batch in getattr(self, name).items()}
+        for name in ("token_inputs", "forward_inputs"):
+            moved[name] = {key: to_device(tensor, device) for key, tensor in getattr(self, name).items()}
+        return replace(self, **moved)
+
+    def followed_by(self, text: Pack) -> Pack:
+        """Return the pack with further samples without media or labels at its end, which train nothing."""
+        tokens = {name: torch.cat([own, text.token_inputs[name]], dim=-1) for name, own in self.token_inputs.items()}
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, text.input_ids], dim=-1),
+            position_ids=torch.cat([self.position_ids, text.position_ids], dim=-1),
+            cu_seqlens=torch.cat([self.cu_seqlens, self.cu_seqlens[-1] + text.cu_seqlens[1:]]),
+            token_inputs=tokens,
+            info=PackInfo(**{name: own + getattr(text.info, name) for name, own in vars(self.info).items()}),
         )
 
     @classmethod
@@ -171,7 +178,7 @@ class _PackedSpan(NamedTuple):
 
     @property
     def features(self) -> Features:
-        """Those of the item, with its seeds."""
+        """The features of the item, with its seeds."""
         features, sample = self.span.item.features, self.sample
         if SEEDS not in features:
             return features

@@ -132,7 +132,7 @@ class MediaExpander:
     def expand(self, medium: Medium) -> Expansion:
         """Run the processor on ``medium`` alone; ValueError: the processor refuses the medium, or would cut it."""
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
-            output, text, per_token = self._call(self.tokens[medium.modality], [medium], adds_special=False)
+            output, text, per_token = self.run(self.tokens[medium.modality], [medium])
         text = text.removeprefix(self.around[0]).removesuffix(self.around[1])
         if not text:
             raise ValueError(f"{self.name} makes no tokens for this {medium.modality}: it is too short or too small")
@@ -150,16 +150,10 @@ class MediaExpander:
     def around(self) -> tuple[str, str]:
         """The texts that the processor writes before and after any text, whatever it is told; often none."""
         try:
-            before, _, after = self._call(_ANY_TEXT, [], adds_special=False)[1].partition(_ANY_TEXT)
+            before, _, after = self.run(_ANY_TEXT, [])[1].partition(_ANY_TEXT)
         except Exception:  # each class fails differently where it needs media
             return "", ""
         return before, after
-
-    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str]:
-        """Run the processor on a whole conversation, and return its output and the text that its tokenizer got."""
-        bos = self._processor.tokenizer.bos_token
-        output, whole, _ = self._call(text, media, adds_special=not (bos and text.startswith(bos)))
-        return output, whole
 
     def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
         """Raise ValueError if the processor cut any sound. ``output`` is its output for all ``media``."""
@@ -168,13 +162,12 @@ class MediaExpander:
             names = getattr(self._audio_extractor, "model_input_names", ())
             self._check_uncut(clips, {name: np.asarray(output[name]) for name in names if name in output})
 
-    def _call(
-        self, text: str, media: Sequence[Medium], *, adds_special: bool
-    ) -> tuple[Mapping[str, Any], str, set[str]]:
-        """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
+    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
+        """Run the processor; return its output, the text that its tokenizer got, and names of per-token outputs."""
+        bos = self._processor.tokenizer.bos_token
         options = {**self._arguments, **self._media_arguments(media)}
         with _recorded(self._processor, self._kept) as recorder:
-            output = self._processor(text=[text], **options, add_special_tokens=adds_special)
+            output = self._processor(text=[text], **options, add_special_tokens=not (bos and text.startswith(bos)))
         return output, recorder.text, recorder.returned | _PER_TOKEN
 
     def _media_arguments(self, media: Sequence[Medium]) -> dict[str, Any]:

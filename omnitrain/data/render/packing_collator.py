@@ -75,7 +75,6 @@ class OmniDataCollatorWithPacking:
         return Pack.from_samples([row if isinstance(row, Sample) else self.sample(row, i) for row, i in together])
 
     def _instead(self, name: str, names: Collection[str]) -> str:
-        """Return what to write in the place of a feature that the model does not take."""
         if _OF_VEOMNI.fullmatch(name):
             return (
                 "pass `model.native_inputs` in place of both lists: media have the names that the HF processor gives "
@@ -172,24 +171,33 @@ class OmniDataCollatorWithPacking:
     def _spans(self, ids: np.ndarray, media: Mapping[str, dict[str, np.ndarray]]) -> tuple[MediaSpan, ...]:
         """Return a span for each modality: its item has all media of the conversation."""
         owners: dict[int, str] = {}
+        marks = self._native.video_marks
         for modality, token in self._native.placeholders.items():
-            if modality in media and owners.setdefault(token, modality) != modality:
+            if modality in media and marks is None and owners.setdefault(token, modality) != modality:
                 raise ValueError(
                     f"{owners[token]} and {modality} have the same placeholder token {token}; make samples of such "
                     "rows with an OmniProcessor"
                 )
         spans = []
         for modality, token in self._native.placeholders.items():
-            positions = np.flatnonzero(ids == token)
+            positions = self._positions_of(modality, ids)
             if modality in media and not positions.size:
                 raise ValueError(f"{sorted(media[modality])} are given, but input_ids has no placeholder {token}")
-            if positions.size and token not in owners:
+            if positions.size and modality not in media and token not in owners:
                 names = sorted(self._native.media_arguments[modality])
                 raise ValueError(f"input_ids has {positions.size} placeholders {token} of {modality}, but no {names}")
             if modality in media:
                 item = MediaItem(media[modality], int(positions.size))
                 spans.append(MediaSpan(NATIVE_PREFIX + modality, int(positions[0]), item, False, positions))
         return tuple(sorted(spans, key=lambda span: span.start))
+
+    def _positions_of(self, modality: str, ids: np.ndarray) -> np.ndarray:
+        """Return ``[n]`` int64: a modality's placeholders; marks around videos tell them from images."""
+        is_placeholder, marks = ids == self._native.placeholders[modality], self._native.video_marks
+        if marks is not None and modality in ("image", "video"):
+            is_inside = np.cumsum(ids == marks[0]) > np.cumsum(ids == marks[1])
+            is_placeholder &= is_inside == (modality == "video")
+        return np.flatnonzero(is_placeholder)
 
 
 def _trained(ids: np.ndarray, labels: np.ndarray | None) -> np.ndarray:

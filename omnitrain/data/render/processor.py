@@ -79,15 +79,10 @@ class OmniProcessor:
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
-        Raises UserError: the model cannot use such rows at all (no component handles a modality).
-
-        Args:
-            row: the data row.
-            index: position in the global data order.
-            max_tokens: maximum number of tokens of a sample. None: no limit.
-            without_tail: see :meth:`Sample.without_tail`.
-            may_ask: whether it may have nothing to predict, such as a held-out question.
-            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
+        ``index``: position in the global data order. ``max_tokens``: of a sample; None: no limit. ``without_tail``: see
+        :meth:`Sample.without_tail`. ``may_ask``: it may have nothing to predict, such as a held-out question.
+        ``dropped``: what the condition of a row loses whose answer has media: ``text``, ``image``, ... Raises
+        UserError: the model cannot use such rows at all (no component handles a modality).
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
@@ -131,19 +126,15 @@ class OmniProcessor:
     def _encode_text(self) -> TextEncoder:
         return TextEncoder(self.tokenizer, ())
 
-    def _ids_of(self, document: Document) -> list[int]:
-        """Return the ids of a document's text, between the tokenizer's start and end where it begins and ends."""
-        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        starts = document.begins and start is not None and start in self.tokenizer("")["input_ids"]
-        ends = [self.end_token if end is None else end] if document.ends else []
-        return [*([start] if starts else []), *self._encode_text(document.text), *ends]
-
     def _document(
         self, row: Row, document: Document, index: int, max_tokens: int | None, *, without_tail: bool
     ) -> Sample | Rejected:
         """Return the first piece of a document, which has the others. All but the last two are as long as possible."""
+        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        starts = document.begins and first is not None and first in self.tokenizer("")["input_ids"]
+        ends = [self.end_token if last is None else last] if document.ends else []
         try:
-            ids = self._ids_of(document)
+            ids = [*([first] if starts else []), *self._encode_text(document.text), *ends]
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if len(ids) < 2:
@@ -160,13 +151,7 @@ class OmniProcessor:
         return replace(pieces[0], more=tuple(pieces[1:]))
 
     def _try(
-        self,
-        row: Row,
-        messages: list[Message],
-        index: int,
-        *,
-        for_generation: bool,
-        dropped: Collection[str] = (),
+        self, row: Row, messages: list[Message], index: int, *, for_generation: bool, dropped: Collection[str] = ()
     ) -> Sample | Rejected:
         if row.problem:
             return Rejected(row.id, row.source, row.problem, index)
@@ -356,6 +341,5 @@ def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[i
 def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
     """Return the modality and file of each medium that a message shows, in order."""
     files = {modality: iter(values) for modality, values in row.media.items()}
-    return [
-        [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages
-    ]
+    parts = (media_parts([message]) for message in row.messages)
+    return [[(part.modality, next(files[part.modality])) for part in of_message] for of_message in parts]

@@ -51,33 +51,18 @@ class TemplateRenderer(Renderer):
 
     def __init__(
         self,
-        processor: ProcessorMixin | PreTrainedTokenizerBase,
-        native: NativeInputs | None = None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,  # of the foundation; a tokenizer if it reads only text
+        native: NativeInputs | None = None,  # media of the foundation; None: it has none
         *,
-        starts: ChatFormat | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        audio_in_video: bool = False,
-        fps: float | None = None,
+        starts: ChatFormat | None = None,  # with the start tokens of attached media; None: the defaults
+        arguments: Mapping[str, Any] | None = None,  # of every call of `processor` (`images_kwargs`, ...)
+        audio_in_video: bool = False,  # read videos together with their sound
+        fps: float | None = None,  # frames of a second; None: the processor's own rate, as for the limits
         max_frames: int | None = None,
-        min_pixels: int | None = None,
+        min_pixels: int | None = None,  # of an image or frame
         max_pixels: int | None = None,
     ) -> None:
-        """Check that processor, template and foundation fit together.
-
-        Args:
-            processor: processor of the foundation, or a tokenizer if it reads only text.
-            native: native media of the foundation; None: it has none.
-            starts: chat format with the start tokens of attached media; None: the defaults.
-            arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
-            audio_in_video: read videos together with their sound.
-            fps: frames from a second of a video; None: the processor's own rate, as for the limits.
-            max_frames: most frames of a video.
-            min_pixels: least pixels of an image or frame.
-            max_pixels: most pixels of an image or frame.
-
-        Raises:
-            UserError: they do not fit together.
-        """
+        """Check that processor, template and foundation fit together; UserError: they do not."""
         self._processor = processor
         self.tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
         if not getattr(self.tokenizer, "is_fast", False):
@@ -92,14 +77,8 @@ class TemplateRenderer(Renderer):
         self.refused_modalities = self.native.refused
         self.reads = self.template.keys
         self.chat = starts or ChatFormat()
-        self._settings: dict[str, Any] = {
-            "arguments": dict(arguments or {}),
-            "audio_in_video": audio_in_video,
-            "fps": fps,
-            "max_frames": max_frames,
-            "min_pixels": min_pixels,
-            "max_pixels": max_pixels,
-        }
+        self._settings: dict[str, Any] = {"arguments": dict(arguments or {}), "audio_in_video": audio_in_video}
+        self._settings |= dict(zip(VISUAL_KEYS, (fps, max_frames, min_pixels, max_pixels), strict=True))
         self._expander = None
         if self.native_modalities:
             self._expander = MediaExpander(
@@ -272,7 +251,7 @@ class TemplateRenderer(Renderer):
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
         if not media or len(media) < len(inserts) or mixture in self._verified or not has_one_call(media):
             return
-        whole, _ = self._native_expander.run(text, media)
+        whole, *_ = self._native_expander.run(text, media)
         for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
             theirs = np.asarray(whole[name])[0] if name in whole else ours
             if not np.array_equal(ours, theirs):

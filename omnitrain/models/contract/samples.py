@@ -31,9 +31,8 @@ _ENDS = ("{}_end_token_id", "{}_eos_token_id", "eo{}_token_id", "eo{}_token_inde
 class Probe:
     """A sample, and the arguments of the plain HF forward for it."""
 
-    sample: Sample  # the sample as omnitrain's data pipeline would make it
-    # arguments of the HF forward, a batch of one: ids, attention mask, media. No positions: the model computes them.
-    arguments: dict[str, Tensor]
+    sample: Sample  # as omnitrain's data pipeline would make it
+    arguments: dict[str, Tensor]  # of the HF forward, a batch of one, without positions, which the model computes
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -75,7 +74,6 @@ def forbidden_words(model: PreTrainedModel) -> set[int]:
 
 
 def _num_classes(model: PreTrainedModel) -> int:
-    """The number of tokens that the head can predict; some models embed more."""
     embedded: int = model.get_input_embeddings().weight.size(0)
     return min(embedded, getattr(model.get_output_embeddings(), "out_features", embedded))
 

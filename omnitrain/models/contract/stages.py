@@ -45,7 +45,7 @@ def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContra
 def check_stages(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, num_blocks: int
 ) -> StageContract:
-    """Check a tiny model's cuts; if it cannot be cut everywhere, also those of a small one with all layers."""
+    """Check a tiny model's cuts; if it cannot be cut everywhere, also the cuts of a small model with all layers."""
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")
     small, _, whole = tiny_configs(config, least_layers=_LAYERS)

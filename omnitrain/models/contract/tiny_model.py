@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.models.discovery import config_nodes, init_peaked_
+from omnitrain.models.discovery import config_nodes
 from omnitrain.ops.config_value import config_value
 from omnitrain.torch_private import Dropout
 from omnitrain.transformers_private import set_attention
@@ -28,13 +29,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 # Lengths above which a language model computes differently: windows, other scales or frequencies.
 _THRESHOLDS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "attention_window_size",
-    "floor_scale",
-    "index_topk",
-    "keep_window_size",
-    "window_size",
+    *("sliding_window", "attention_chunk_size", "attention_window_size", "keep_window_size", "window_size"),
+    *("floor_scale", "index_topk"),
 )
 TINY_THRESHOLD = 8
 # Inner widths of MLPs, which hold most of a layer's weights; no other module depends on them.
@@ -53,14 +49,10 @@ def tiny_config(
 ) -> PreTrainedConfig:
     """Return a copy of a config with the same hidden widths that is quick to build.
 
-    The language model keeps the first layers, as many as it needs to have each kind of layer, and ``least_layers`` if
-    it has them; at most four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new
-    ids in it. Windows and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout
-    and other random draws in training are off.
-
-    ``cut_towers``: towers keep only their first layers; layers that a list names by index (full attention, side
-    features) become the first layers. ``cut_mlps``: MLPs of the language model, and of towers that are cut, get a small
-    inner width.
+    The language model keeps the first layers, one of each kind at least and ``least_layers`` if it has them; at most
+    four experts per routing group; a small vocabulary, in which special tokens get new ids. Lengths such as windows are
+    cut to a few tokens, which a short sample exceeds. Nothing is drawn at random. ``cut_towers``: towers keep only
+    their first layers; those that a list names by index become the first. ``cut_mlps``: MLPs get a small inner width.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -276,3 +268,22 @@ def _tokens(node: PreTrainedConfig) -> dict[str, list[int]]:
 
 def _first(node: Any, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(config_value(node, name), int)), None)
+
+
+@torch.no_grad()
+def init_peaked_(model: nn.Module) -> None:
+    """Draw all weights again, in place, by names and shapes: attention is peaked, norms and biases matter.
+
+    Matrices have a gain of 1.5 over their fan-in (embeddings: variance 1), vectors are around 1 (if ones) or 0.
+    """
+    for index, (_, parameter) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator().manual_seed(index)
+        if parameter.ndim < 2:
+            center = 1.0 if parameter.numel() and bool((parameter == 1).all()) else 0.0
+            parameter.normal_(center, 0.2, generator=generator)
+        else:
+            parameter.normal_(0.0, 1.5 / math.sqrt(parameter[0].numel()), generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            generator = torch.Generator().manual_seed(-1)
+            module.weight.normal_(generator=generator)

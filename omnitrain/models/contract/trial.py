@@ -86,7 +86,6 @@ class Trial:
             self.use(**changes)
 
     def _copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Copy the modules, not the parameters."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
     def _attach(self) -> None:
@@ -100,8 +99,6 @@ class Trial:
         foundation: Any = self.plain
         kinds = (module for module in foundation.get_decoder().modules() if not isinstance(module, nn.Conv1d))
         return any(parameter.ndim == 3 for module in kinds for parameter in module.parameters(recurse=False))
-
-    # Samples ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def probes(self) -> list[Probe]:
@@ -139,8 +136,6 @@ class Trial:
             for case in self.cases
         ]
 
-    # Plain transformers -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def run_plain(self, probe: Probe) -> PlainRun:
         """Run a probe by plain transformers."""
@@ -165,8 +160,6 @@ class Trial:
         rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
         labels = probe.arguments["input_ids"][0, rows + 1]
         return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
-
-    # Ours -------------------------------------------------------------------------------------------------------------
 
     def media(self, pack: Pack) -> EncodedMedia:
         """Return the features of the pack's media."""
@@ -195,9 +188,6 @@ class Trial:
         return Step(total, gradients_of(self.ours))
 
 
-# Compare --------------------------------------------------------------------------------------------------------------
-
-
 class Step(NamedTuple):
     """The loss of some packs, and name -> gradient."""
 
@@ -221,7 +211,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
-    """Return name -> the largest difference relative to its largest value, at least ``scale`` times that of all.
+    """Return name -> its largest difference over its largest value (at least ``scale`` times that of all names).
 
     A name that only one side has is compared with zeros.
     """
@@ -256,9 +246,6 @@ def largest(tensor: Tensor | None) -> float:
 def worst(errors: Iterable[float]) -> float:
     """Return the largest error; NaN if any error is NaN."""
     return float(torch.tensor(list(errors)).max())
-
-
-# Slices ---------------------------------------------------------------------------------------------------------------
 
 
 class WholeSequence:

@@ -68,14 +68,11 @@ class MediaFeatures:
 
     @staticmethod
     def cat(calls: Sequence[MediaFeatures]) -> MediaFeatures:
-        """Concatenate the features of several calls, in order."""
-        assert calls
-        return replace(
-            calls[0],
-            main=torch.cat([call.main for call in calls]),
-            side={name: torch.cat([call.side[name] for call in calls]) for name in calls[0].side},
-            counts=tuple(count for call in calls for count in call.counts),
-        )
+        """Concatenate the features of several calls, in order, in the layout of the first."""
+        if len(calls) == 1:
+            return calls[0]
+        tensors = [torch.cat(rows) for rows in zip(*(call.tensors() for call in calls), strict=True)]
+        return calls[0].with_tensors(tensors, [count for call in calls for count in call.counts])
 
     def at(self, index: Tensor) -> MediaFeatures:
         """Select features as one item. ``index``: ``[n]`` int64, on the host, may be empty."""

@@ -99,10 +99,7 @@ class InterfaceSearch:
         uneven = tuple(sorted(name for name in one & two if one[name] != two[name]))
         return replace(interface, called_by_number=uneven, are_words=self._are_words(interface))
 
-    # Arguments of the feature method ----------------------------------------------------------------------------------
-
     def _caller(self) -> str:
-        """The module whose forward calls the method; the others only pass the call on."""
         for host in self.hosts:
             functions = vars(type(self.model.get_submodule(host))).items()
             plain = [inspect.unwrap(f) for name, f in functions if callable(f) and not name.endswith("_features")]
@@ -118,7 +115,6 @@ class InterfaceSearch:
         return dict(list(self._signature.parameters.items())[1:])
 
     def _captured(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The arguments with which the forward calls the method."""
         caught: dict[str, Any] = {}
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -146,8 +142,6 @@ class InterfaceSearch:
             elif self._parameters()[parameter].default is inspect.Parameter.empty:
                 raise WrongGuessError(f"{self.method} reads {parameter!r}, which is not an argument of the medium")
         return bindings, constants
-
-    # Layout that the forward accepts ----------------------------------------------------------------------------------
 
     def _layout(self, features: Mapping[str, Tensor], output: Any) -> tuple[RowLayout, int]:
         """The layout that the forward accepts instead of the method's own output, and the placeholder token."""
@@ -209,8 +203,6 @@ class InterfaceSearch:
 
     def _vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.size(0)
-
-    # Facts about an interface that works ------------------------------------------------------------------------------
 
     def _with_trigger(
         self, interface: ModalityInterface, features: Mapping[str, Tensor], output: Any

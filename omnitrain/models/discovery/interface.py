@@ -31,20 +31,16 @@ class ModalityInterface:
     host: str  # name of the module whose feature method is called (empty: the model itself)
     overridden: tuple[str, ...]  # names of all modules with that method
     arguments: tuple[str, ...]  # names of the arguments of the model's forward that hold the media
-    # parameter of the feature method -> argument of the forward, and whether the forward inverts it first
-    bindings: dict[str, tuple[str, bool]]
+    bindings: dict[str, tuple[str, bool]]  # the method's parameter -> argument of the forward, and if it is inverted
     constants: dict[str, Any]  # parameters of the feature method that the forward sets by itself
     trigger: dict[str, Tensor]  # arguments that make the forward call the feature method
     layout: RowLayout  # layout of the feature method's output
     probe: ProbeInput  # makes tiny inputs
     parameters: tuple[str, ...]  # names of the model's parameters that the feature method reads
-    # an item's features do not depend on other items in the call (of the same size, unless ``probe.variable``)
-    items_are_independent: bool
+    items_are_independent: bool  # of other items in the call (of the same size, unless ``probe.variable``)
     items_stack: bool  # the input of two items of one size is the concatenation of both along dim 0, as packs join them
     minimal_rows: int  # number of features of :meth:`minimal_input`; 0: the tower refuses this input alone
-    # names of modules that one call of the feature method runs more often for more items, such as a projector in a loop
-    # over images
-    called_by_number: tuple[str, ...]
+    called_by_number: tuple[str, ...]  # modules that a call runs more often for more items, as in a loop over images
     # the features are looked up in the model's own token embeddings: its codes are words of the vocabulary
     are_words: bool = False
 

@@ -154,14 +154,11 @@ class FoundationRunner:
         sequence_slice: SequenceSlice | None = None,
         stage: StageCall | None = None,
     ) -> FoundationOutput:
-        """Compute the language-model loss of a pack and the last hidden states.
+        """Compute the language-model loss of a pack and the last hidden states; not of tokens that no loss reads.
 
-        After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
-
-        ``sequence_slice``: the tokens to run, with ``media`` for them; losses and hidden states cover only these; None:
-        all tokens. ``stage``: the last stage of a pipeline; None: the whole model. Raises UserError: the pack has
-        several samples and the model cannot keep them apart, or ranks share the sequence of a sample that the
-        foundation's own forward reads, or such a sample is given to a stage.
+        ``sequence_slice``: the tokens to run, with ``media`` for them; None: all. ``stage``: the last one of a
+        pipeline. Raises UserError: the model cannot keep several samples apart, or the foundation's own forward reads a
+        sample that ranks share or a stage gets.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             media = media or EncodedMedia()
@@ -273,12 +270,11 @@ class FoundationRunner:
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
-        ``head`` runs inside the model's forward, where FSDP has gathered the head's weight; it gets the hidden states
-        ``[B, T, hidden]``. ``input_ids``: ``[B, T]``; arbitrary at positions of inserted features. ``arguments`` that
-        the model's forward does not accept are ignored. ``packed``: the packed sequence that ``input_ids`` has, or has
-        a slice of; None: each row of the batch is one sample. ``stage``: the stage of a pipeline to run; None: the
-        whole model. Returns the model's own output; of a stage that is not the last, the hidden states for the next
-        stage.
+        ``head`` runs inside the forward, where FSDP has gathered its weight, on ``[B, T, hidden]``. ``input_ids``:
+        ``[B, T]``; arbitrary at inserted features. ``arguments`` that the forward does not accept are ignored.
+        ``packed``: the sequence that ``input_ids`` has, or has a slice of; None: each row is one sample. ``stage``:
+        None: the whole model. Returns the model's output; of a stage that is not the last, the hidden states for the
+        next one.
         """
         input_ids = with_words(input_ids, media.words)
         accepted = self._accepted(arguments, packed, input_ids.device)

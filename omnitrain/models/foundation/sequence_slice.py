@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from omnitrain.data.packing.pack import Pack, PackInfo
+from omnitrain.data.packing.pack import Pack
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 
@@ -38,23 +38,6 @@ def cut_pack(pack: Pack, sequence_slice: SequenceSlice) -> Pack:
         inputs={},
         targets={},
         token_inputs={name: values[:, sequence_slice.positions] for name, values in pack.token_inputs.items()},
-    )
-
-
-def filled_up(pack: Pack, filler: Pack) -> Pack:
-    """Append the samples of ``filler`` to ``pack``; their tokens have no labels and train nothing."""
-    both = (pack.info, filler.info)
-    return replace(
-        pack,
-        input_ids=torch.cat([pack.input_ids, filler.input_ids], dim=-1),
-        position_ids=torch.cat([pack.position_ids, filler.position_ids], dim=-1),
-        cu_seqlens=torch.cat([pack.cu_seqlens, pack.cu_seqlens[-1] + filler.cu_seqlens[1:]]),
-        token_inputs={
-            name: torch.cat([values, filler.token_inputs[name]], dim=-1) for name, values in pack.token_inputs.items()
-        },
-        info=PackInfo(
-            **{name: tuple(entry for info in both for entry in getattr(info, name)) for name in vars(pack.info)}
-        ),
     )
 
 

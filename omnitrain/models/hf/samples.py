@@ -3,76 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 
 from omnitrain.data.packing.pack import IGNORED
-from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, Sample
+from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.native import unpassed
+from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
 from omnitrain.errors import UserError
-from omnitrain.models.discovery import Discovery
-from omnitrain.models.discovery.placeholders import MODALITY_CODES
+from omnitrain.models.discovery import Discovery, native_inputs
 
 
 def from_hf(native: Discovery, arguments: Mapping[str, Any], index: int = 0) -> Sample:
-    """Convert one sample.
+    """Convert one sample, as :class:`OmniDataCollatorWithPacking` does; but it has labels and no padding.
 
-    ``arguments``: arguments of the HF model's forward for this sample alone: ``input_ids`` ``[1, T]`` or ``[T]``,
-    ``labels`` of that shape (-100: ignored; not shifted), and its media. All media of one modality become one item. If
-    only the model's own forward reads some of the media, it gets all arguments. Names that are neither the model's
-    arguments nor media have no effect. ``index``: also the sample's id.
-
-    Raises UserError: a required argument is missing, the sample has no tokens or has padding, labels differ from the
-    ids, media have no placeholders, modalities share a placeholder, or an argument would not reach the model.
+    ``arguments``: of the HF model's forward for this sample alone. If only that forward reads some of the media, it
+    gets all of them. Names that are neither the model's arguments nor media have no effect. ``index``: also the
+    sample's id. Raises UserError: they are not of such a sample, or one of them would not reach the model.
     """
-    ids, trained = _tokens(arguments, index)
-    make = partial(Sample, id=str(index), source="samples", input_ids=ids, loss_mask=trained, index=index)
-    extras = native.extras(ids, trained)
-    if _is_read_in_forward(native, arguments, index):
-        known = native.forward_arguments
-        return make(
-            position_ids=np.arange(ids.size),
-            token_inputs={name: values for name, values in extras.items() if name not in known},
-            forward_inputs={name: np.asarray(value) for name, value in arguments.items() if name in known},
-        )
-    if (mask := arguments.get("attention_mask")) is not None and not np.all(mask):
-        raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
-    given = _media(native, arguments)
-    where = _placeholder_positions(native, list(given), ids, index)
-    token_inputs = {name: np.asarray(arguments.get(name, values)).reshape(-1) for name, values in extras.items()}
-    computed = native.positions(ids, dict(chain.from_iterable(map(dict.items, given.values()))), token_inputs)
-    return make(
-        position_ids=_positions(arguments, computed, index),
-        spans=tuple(_span(name, native.interfaces[name].token_id, given[name], at) for name, at in where.items()),
-        token_inputs=token_inputs,
-    )
-
-
-def _media(native: Discovery, arguments: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """Modality -> its arguments, of those modalities that the sample has."""
-    there = {name: np.asarray(value) for name, value in arguments.items() if value is not None}
-    media = {m: {n: there[n] for n in each.arguments if n in there} for m, each in native.interfaces.items()}
-    return {modality: arrays for modality, arrays in media.items() if arrays}
-
-
-def _tokens(arguments: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
-    """The ids, and whether each is trained."""
+    given = {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in arguments.items() if v is not None}
     for name in ("input_ids", "labels"):
-        if name not in arguments:
-            raise UserError(f"sample {index} has no {name!r}; it has {sorted(arguments)}")
-    ids, labels = (np.asarray(arguments[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
-    if not ids.size:
+        if name not in given:
+            raise UserError(f"sample {index} has no {name!r}; it has {sorted(given)}")
+    if not np.size(given["input_ids"]):
         raise UserError(f"sample {index} has no tokens; remove it")
-    trained = labels != IGNORED
+    if _is_read_in_forward(native, given, index):
+        return _of_forward(native, given, index)
+    if (mask := given.get("attention_mask")) is not None and not np.all(mask):
+        raise UserError(f"sample {index}: attention_mask has zeros; remove the padding")
+    collator = OmniDataCollatorWithPacking(native_inputs(native))
+    taken = {name: given[name] for name in (*collator.packing_features, *collator.concat_features) if name in given}
+    try:
+        return collator.sample(taken | {"id": f"{index}", "source": "samples"}, index)
+    except ValueError as error:
+        raise UserError(f"sample {index}: {error}") from error
+
+
+def _of_forward(native: Discovery, given: Mapping[str, Any], index: int) -> Sample:
+    """Return a sample that the model's own forward reads, with all arguments that it takes."""
+    ids, labels = (np.asarray(given[name]).reshape(-1).astype(np.int64) for name in ("input_ids", "labels"))
+    known, trained = native.forward_arguments, labels != IGNORED
     if labels.shape != ids.shape or (labels[trained] != ids[trained]).any():
-        raise UserError(
-            f"sample {index}: each label must be the input id of its token, or {IGNORED} for tokens that do not count"
-        )
-    return ids, trained
+        raise UserError(f"sample {index}: each label must be the input id of its token, or {IGNORED}")
+    return Sample(
+        id=str(index),
+        source="samples",
+        input_ids=ids,
+        loss_mask=trained,
+        position_ids=np.arange(ids.size),
+        index=index,
+        token_inputs={n: values for n, values in native.extras(ids, trained).items() if n not in known},
+        forward_inputs={name: np.asarray(value) for name, value in given.items() if name in known},
+    )
 
 
 def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: int) -> bool:
@@ -91,50 +75,6 @@ def _is_read_in_forward(native: Discovery, arguments: Mapping[str, Any], index: 
     return False
 
 
-def _positions(arguments: Mapping[str, Any], computed: np.ndarray, index: int) -> np.ndarray:
-    """Return the given position ids, or the positions that the model's own function computes."""
-    given = arguments.get("position_ids")
-    if given is None:
-        return computed
-    if np.size(given) != computed.size:
-        raise UserError(
-            f"sample {index}: position_ids have the shape {list(np.shape(given))}; expected {list(computed.shape)}"
-        )
-    return np.asarray(given).reshape(computed.shape).astype(np.int64)
-
-
-def _placeholder_positions(
-    native: Discovery, modalities: Sequence[str], ids: np.ndarray, index: int
-) -> dict[str, np.ndarray]:
-    """Modality -> ``[n]`` int64, positions of its placeholders; marks around videos tell them from images."""
-    tokens = [native.interfaces[modality].token_id for modality in modalities]
-    if len(set(tokens)) == len(tokens):
-        return {modality: np.flatnonzero(ids == token) for modality, token in zip(modalities, tokens, strict=True)}
-    if native.extras.video_marks is None:
-        raise UserError(
-            f"sample {index} has features of {' and '.join(modalities)}, which share a placeholder token in this "
-            "model, so omnitrain cannot assign the placeholders; give media of one modality, or a Sample with spans"
-        )
-    types = native.extras.modalities(ids)
-    return {modality: np.flatnonzero(types == MODALITY_CODES[modality]) for modality in modalities}
-
-
-def _span(modality: str, token: int, features: dict[str, np.ndarray], where: np.ndarray) -> MediaSpan:
-    if not len(where):
-        raise UserError(
-            f"a sample has {modality} features ({', '.join(features)}) but no placeholder for them (token {token})"
-        )
-    item = MediaItem(features, len(where))
-    return MediaSpan(NATIVE_PREFIX + modality, int(where[0]), item, is_target=False, scattered=where)
-
-
 def to_samples(native: Discovery, samples: Sequence[Any]) -> list[Sample]:
     """Convert HF-style samples to :class:`Sample`; other samples stay as they are."""
-
-    def converted(arguments: Mapping[str, Any], index: int) -> Sample:
-        arrays = {
-            name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
-        }
-        return from_hf(native, arrays, index)
-
-    return [s if isinstance(s, Sample) else converted(s, index) for index, s in enumerate(samples)]
+    return [one if isinstance(one, Sample) else from_hf(native, one, index) for index, one in enumerate(samples)]

@@ -69,16 +69,11 @@ def build_foundation_model(
 ) -> PreTrainedModel:
     """Build the causal language model that ``source`` names.
 
-    Args:
-        source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
-            model, which is returned unchanged. For a model with several stages (Qwen-Omni), only the part that reads
-            media is built.
-        init_device: device on which the weights are created; ``meta`` creates shapes only.
-        torch_dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
-
-    Raises:
-        UserError: ``source`` names no model, the model has no language-model head, or it is parallelized already.
-        WeightsError: tensors are missing or renamed.
+    ``source``: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
+    model, which is returned unchanged. Of a model with several stages (Qwen-Omni), only the part that reads media is
+    built. ``init_device``: where the weights are created; ``meta`` creates shapes only. ``torch_dtype``: of the
+    weights; None: fp32 for random weights, else the checkpoint's. Raises UserError: ``source`` names no model, it has
+    no language-model head, or it is parallelized already; WeightsError: tensors are missing or renamed.
     """
     require_device(init_device)
     source = str(source) if isinstance(source, Path) else source
@@ -137,11 +132,9 @@ def build_omni_model(
         torch_dtype: dtype of the weights (media tokenizers stay fp32); None: the foundation's dtype, which is fp32 for
             random weights and the checkpoint's dtype for loaded weights.
 
-    Raises:
-        UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an encoder
-            or decoder does not fit the foundation, such as a saved one after the foundation was replaced, or has a
-            modality of a saved one of another name.
-        WeightsError: tensors are missing, unexpected or have another shape.
+    Raises UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an
+    encoder or decoder does not fit the foundation, or has a modality of a saved one of another name; WeightsError:
+    tensors do not fit.
     """
     given = _given(encoders=encoders, decoders=decoders, teachers=teachers)
     saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
@@ -164,7 +157,6 @@ def build_omni_model(
 
 
 def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the given components of each kind; refuse a value that is no dict."""
     for kind, given in kinds.items():
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
@@ -360,7 +352,6 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 
 
 def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the image processor that change for `min_pixels` and `max_pixels`."""
     if spec.min_pixels is None and spec.max_pixels is None:
         return {}
     limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
@@ -382,7 +373,6 @@ def _is_audio(name: str, spec: Encoder) -> bool:
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Load the processor that is named or saved with the tower; else update the derived settings by the given ones."""
     given = {} if spec.processor is None else spec.processor
     folder = given if isinstance(given, str) else None if given else spec.tower.path
     if folder is not None:

@@ -6,28 +6,31 @@ less often than the others would leave them waiting. So it makes the missing cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
-from omnitrain.data.packing.sample import NATIVE_PREFIX
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
+from omnitrain.models.discovery import special_ids
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.discovery.interface import WORDS
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
-from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.timing import What
+from omnitrain.plan.ragged import ranges
 from omnitrain.recipe.parallel import FOUNDATION
 
 
@@ -45,37 +48,6 @@ class MicroBatchWork:
     heads: Collection[str] = ()
     sequence_slice: SequenceSlice | None = None
     features: Mapping[str, MediaFeatures] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ComponentCalls:
-    """The results of this rank's calls of a component in a micro-batch, or in a window of micro-batches.
-
-    Attributes:
-        made: name -> the features of each call.
-        minimal: features of calls without data.
-    """
-
-    made: dict[str, list[MediaFeatures]]
-    minimal: list[MediaFeatures]
-
-    @property
-    def pattern(self) -> MediaFeatures:
-        """Any of the features."""
-        return next((features for calls in self.made.values() for features in calls), None) or self.minimal[0]
-
-    @property
-    def idle(self) -> list[Tensor]:
-        """The tensors of calls without data, whose backward must run, too."""
-        return [tensor for features in self.minimal for tensor in features.tensors() if tensor.is_floating_point()]
-
-    @property
-    def joined(self) -> tuple[Tensor, ...]:
-        """``[features, ...]`` each: the tensors of all calls, one after the other; without calls, of no rows."""
-        own = [features.tensors() for of_name in self.made.values() for features in of_name]
-        if not own:
-            return tuple(tensor[:0] for tensor in self.minimal[0].tensors())
-        return tuple(own[0]) if len(own) == 1 else tuple(torch.cat(tensors) for tensors in zip(*own, strict=True))
 
 
 @dataclass(frozen=True)
@@ -110,115 +82,131 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
     model.inference.require(FOUNDATION)
-    encoding = _Encoding(model, with_all_inputs(model, pack), work)
+    encoded = EncodedPack(with_all_inputs(pack, model.divided, model.teachers), work, EncodedMedia(), {}, [])
+    where: dict[str, Tensor] = {}  # name -> positions of its features
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
         if component not in towers and (components is None or component in components):
-            encoding.add(component)
-    return encoding.encoded_pack()
+            where |= _add(model, encoded, component)
+    native = model.runner.joined(encoded.media.native, where)
+    return replace(_spelled(encoded), media=replace(encoded.media, native=native))
 
 
-class _Encoding:
-    """The media of a pack while they are encoded, component by component."""
-
-    def __init__(self, model: Any, pack: Pack, work: MicroBatchWork) -> None:
-        self._model, self._pack, self._work = model, pack, work
-        self._inserted: list[tuple[Tensor, Tensor]] = []
-        self._native: dict[str, MediaFeatures] = {}
-        self._words: list[tuple[Tensor, Tensor]] = []
-        self._labels: dict[str, Tensor] = {}
-        self._idle: list[Tensor] = []
-        self._where: dict[str, Tensor] = {}
-        self._of_teachers: dict[str, Tensor] = {}
-
-    def encoded_pack(self) -> EncodedPack:
-        """Return the result."""
-        native = self._model.runner.joined(self._native, self._where)
-        media = EncodedMedia(native, self._inserted, self._of_teachers, self._words)
-        return EncodedPack(self._pack, self._work, media, self._labels, self._idle)
-
-    def add(self, component: str) -> None:
-        """Take or encode the items of a component."""
-        drawn = {**self._pack.inputs, **self._pack.targets}
-        batches = {name: drawn[name] for name in self._model.media_names[component] if name in drawn}
-        places = {name: local_positions(self._work.sequence_slice, batch.positions) for name, batch in batches.items()}
-        received = self._work.features.get(component)
-        made = self._made(component) if received is None else self._by_name(received, batches, places)
-        for name, (index, positions) in places.items():
-            features = MediaFeatures.cat(made[name])
-            if name in self._pack.targets:
-                self._labels[name] = features.side[_LABELS]
-                features = replace(features, side={})
-            if WORDS in features.side:
-                self._spell(component, batches[name], features.side[WORDS])
-            if len(features.main) != len(index):
-                features = features.at(index)
-            self._keep(component, name, features, positions)
-
-    def _spell(self, component: str, batch: MediaBatch, words: Tensor) -> None:
-        """Put the words of written media in the place of their placeholders among the labels of the text."""
-        rows = written_rows(self._pack, batch)
-        if not len(rows):
-            return
-        if len(words) != len(batch.positions):
+def _spelled(encoded: EncodedPack) -> EncodedPack:
+    """Put words of written media in the place of their placeholders among the labels of the text."""
+    names = [name for name in encoded.labels if name.startswith(NATIVE_PREFIX)]
+    if not names:
+        return encoded
+    pack, labels = encoded.pack, encoded.pack.text_labels.clone()
+    for name in names:
+        words, batch = encoded.labels.pop(name), pack.inputs[name]
+        rows = written_rows(pack, batch)
+        if len(rows) and len(words) != len(batch.positions):
             raise UserError(
-                f"{component}: this rank has {len(words)} of {len(batch.positions)} words of the media that the model "
-                "learns to write; where ranks share a sequence, set `place: local` of it"
+                f"{name}: this rank has {len(words)} of {len(batch.positions)} words of media that the model learns to "
+                "write; where ranks share a sequence, set `place: local` of the component that reads them"
             )
         ascending, order = batch.positions.sort()
-        found = order[torch.searchsorted(ascending, self._pack.text_rows[rows] + 1)]
-        labels = self._pack.text_labels.clone()
+        found = order[torch.searchsorted(ascending, pack.text_rows[rows] + 1)]
         labels[to_device(rows, labels.device)] = words[to_device(found, words.device)]
-        self._pack = replace(self._pack, text_labels=labels)
+    return replace(encoded, pack=replace(pack, text_labels=labels))
 
-    def _by_name(
-        self, received: MediaFeatures, batches: Mapping[str, MediaBatch], places: Mapping[str, tuple[Tensor, Tensor]]
-    ) -> dict[str, list[MediaFeatures]]:
-        """Split the features of a component by name: those of the pack's items, or of this rank's tokens alone."""
-        counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
-        if sum(map(sum, counts.values())) != len(received.main):
-            counts = {name: batch.num_tokens for name, batch in batches.items()}
-        sizes = [sum(own) for own in counts.values()]
-        pieces = zip(*(tensor.split(sizes) for tensor in received.tensors()), strict=True) if sizes else ()
-        return {
-            name: [_with_layout_of(self._model, name, received).with_tensors(piece, own)]
-            for (name, own), piece in zip(counts.items(), pieces, strict=True)
-        }
 
-    def _made(self, component: str) -> dict[str, list[MediaFeatures]]:
-        """Name -> the features of each call that this rank makes for its pack."""
-        model, names = self._model, self._model.media_names[component]
-        calls = {name: own_calls(model, self._pack, name) for name in names}
-        if any(calls.values()):
-            model.inference.require(component)
-        if component in model.reads and any(calls.values()):
-            rows = self._rows_of(model.reads[component])
-            calls = {name: reading(items, rows) for name, items in calls.items()}
-        made = call_component(model, component, calls)
-        self._idle += made.idle
-        return made.made
+def written_rows(pack: Pack, batch: MediaBatch) -> Tensor:
+    """Return ``[n]`` int64, on the host: indices of ``pack.text_rows`` whose next token is of an item of a batch."""
+    return torch.isin(pack.text_rows + 1, batch.positions).nonzero().flatten()
 
-    def _rows_of(self, tower: str) -> MediaFeatures:
-        """What a tower gives for all items of the pack."""
-        if (received := self._work.features.get(tower)) is not None:
-            return received
-        return MediaFeatures.cat([features for calls in self._made(tower).values() for features in calls])
 
-    def _keep(self, component: str, name: str, features: MediaFeatures, positions: Tensor) -> None:
-        """Keep features for the tokens of this rank, which are at ``positions`` of its slice."""
-        self._where[name] = positions
-        if component in self._model.teachers:
-            read = local_positions(self._work.sequence_slice, self._pack.text_rows)[1]
+def require_no_words(model: Any, pack: Pack) -> None:
+    """Raise a UserError if a pipeline stage would lack the words of media that the model learns to write."""
+    for modality, interface in model.runner.native.interfaces.items():
+        batch = pack.inputs.get(f"{NATIVE_PREFIX}{modality}")
+        if interface.are_words and batch is not None and len(written_rows(pack, batch)):
+            raise UserError(
+                f"the last stage of a pipeline lacks the words of the {modality} items that the model learns to write; "
+                "set `pp` to 1, or drop the rows that ask to write them"
+            )
+
+
+def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
+    """Add the features of a component to an encoded pack; return their positions by name, on this rank's slice."""
+    pack, sequence_slice = encoded.pack, encoded.work.sequence_slice
+    drawn = {**pack.inputs, **pack.targets}
+    batches = {name: drawn[name] for name in model.media_names[component] if name in drawn}
+    places = {name: local_positions(sequence_slice, batch.positions) for name, batch in batches.items()}
+    if not batches:
+        return {}
+    for name, features in _by_name(model, _features(model, encoded, component), batches, places).items():
+        index, positions = places[name]
+        if name in pack.targets:
+            encoded.labels[name] = features.side[_LABELS]
+            features = replace(features, side={})
+        if WORDS in features.side:
+            encoded.labels[name] = features.side[WORDS]
+        if len(features.main) != len(index):
+            features = features.at(index)
+        if component in model.teachers:
+            read = local_positions(sequence_slice, pack.text_rows)[1]
             row = to_device(torch.searchsorted(positions, read), features.main.device)
-            self._of_teachers[name] = features.main[row]
+            encoded.media.teachers[name] = features.main[row]
         elif not len(positions):  # the model runs as it does over text
-            self._idle += features.tensors()
+            encoded.idle.extend(features.tensors())
         elif WORDS in features.side:
-            self._words.append((positions, features.side[WORDS]))
+            encoded.media.words.append((positions, features.side[WORDS]))
         elif name.startswith(NATIVE_PREFIX):
-            self._native[name] = features
+            encoded.media.native[name] = features
         else:
-            self._inserted.append((positions, features.main))
+            encoded.media.inserted.append((positions, features.main))
+    return {name: positions for name, (_, positions) in places.items()}
+
+
+def _features(model: Any, encoded: EncodedPack, component: str) -> MediaFeatures:
+    """The features of a component for a pack: those that came, or those of a call for its items."""
+    came = encoded.work.features.get(component)
+    if came is not None:
+        return came
+    model.inference.require(component)
+    calls = {name: own_calls(model, encoded.pack, name) for name in model.media_names[component]}
+    if component in model.reads:
+        rows = _features(model, encoded, model.reads[component])
+        calls = {name: reading(items, rows) for name, items in calls.items()}
+    features, _ = call_component(model, component, calls)
+    return features
+
+
+def _by_name(
+    model: Any,
+    features: MediaFeatures,
+    batches: Mapping[str, MediaBatch],
+    places: Mapping[str, tuple[Tensor, Tensor]],
+) -> dict[str, MediaFeatures]:
+    """Split the features of a component by name: those of the pack's items, or of this rank's tokens alone."""
+    counts: dict[str, Sequence[int]] = {name: [len(index)] for name, (index, _) in places.items()}
+    if sum(map(sum, counts.values())) != len(features.main):
+        counts = {name: batch.num_tokens for name, batch in batches.items()}
+    sizes = [sum(own) for own in counts.values()]
+    pieces = zip(*(tensor.split(sizes) for tensor in features.tensors()), strict=True)
+    return {
+        name: _with_layout_of(model, name, features).with_tensors(piece, own)
+        for (name, own), piece in zip(counts.items(), pieces, strict=True)
+    }
+
+
+def filled_up(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
+    """Append a sample to a pack that has too few tokens for the ranks that share it; it trains nothing."""
+    missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
+    if not missing:
+        return pack
+    return pack.followed_by(Pack.from_samples([idle_prompt(model, missing)]).to(pack.input_ids.device))
+
+
+def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:
+    """Return a sample of ordinary tokens without a loss, for a rank of an ``OmniModel`` that has no sample."""
+    native, special = model.runner.native, special_ids(model.foundation.config)
+    ids = np.full(num_tokens, next(token for token in count() if token not in special), dtype=np.int64)
+    trained = np.zeros(num_tokens, dtype=bool)
+    extras = native.extras(ids, trained)
+    return Sample(_IDLE, _IDLE, ids, trained, native.positions(ids, {}, extras), index=-1, token_inputs=extras)
 
 
 def call_component(
@@ -227,7 +215,7 @@ def call_component(
     calls: Mapping[str, Sequence[MediaGroup]],
     numbers: Mapping[str, int] = MappingProxyType({}),
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> ComponentCalls:
+) -> tuple[MediaFeatures, list[Tensor]]:
     """Make this rank's calls of a component.
 
     Args:
@@ -236,36 +224,51 @@ def call_component(
         calls: name -> the items of each call.
         numbers: name -> number of calls on every rank; this rank makes those that it lacks with the smallest input.
         around: a context for the calls with items.
+
+    Returns:
+        The features of all items, name by name, in the layout of the first; and the tensors of calls without data,
+        whose backward must run, too.
     """
-    made: dict[str, list[MediaFeatures]] = {}
+    made: list[MediaFeatures] = []
     minimal: list[MediaFeatures] = []
     with recorded(model, What("compute", "encode", "forward", component)):
         for name in model.media_names[component]:  # the same order on all ranks, with or without data
+            own = calls.get(name, ())
             with around():
-                made[name] = [_encoded(model, name, items) for items in calls.get(name, ())]
-            minimal += [_minimal(model, name) for _ in range(numbers.get(name, 0) - len(made[name]))]
-    return ComponentCalls(made, minimal)
+                made += [_encoded(model, name, items) for items in own]
+            minimal += [_minimal(model, name) for _ in range(numbers.get(name, 0) - len(own))]
+    idle = [tensor for features in minimal for tensor in features.tensors() if tensor.is_floating_point()]
+    if made:
+        return MediaFeatures.cat(made), idle
+    return minimal[0].with_tensors([tensor[:0] for tensor in minimal[0].tensors()], ()), idle
 
 
-def with_all_inputs(model: Any, pack: Pack) -> Pack:
+def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    Args:
-        model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: a micro-batch.
-    """
-    return with_teacher_inputs(with_projector_inputs(pack, model.divided), model.teachers)
-
-
-def with_projector_inputs(pack: Pack, divided: Collection[str]) -> Pack:
-    """Return a pack in which the projectors of divided encoders have items, too: those of their towers, without pixels.
-
-    Args:
-        pack: a micro-batch.
-        divided: see :class:`~omnitrain.models.components.model.ComponentModel`.
+    A projector has the items of its tower, without pixels; a teacher has the samples with text to
+    predict. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
+    a teacher has media.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
-    return replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
+    pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
+    missing = [name for name in teachers if name not in pack.inputs]
+    ends = np.cumsum(pack.info.lengths)
+    read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
+    if not missing or not read:
+        return pack
+    for component, batch in {**pack.inputs, **pack.targets}.items():
+        if component not in teachers and (found := sorted({*read} & {*batch.samples})):
+            raise UserError(
+                f"model.teachers.{missing[0]}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
+                f"media of {component}; train on text, or remove the teacher"
+            )
+    lengths = tuple(pack.info.lengths[index] for index in read)
+    tokens = torch.from_numpy(ranges(ends[read] - lengths, np.array(lengths)))
+    ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
+    samples = tuple(pack.info.ids[index] for index in read)
+    items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
+    return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))
 
 
 def _without_data(batch: MediaBatch) -> MediaBatch:
@@ -298,21 +301,7 @@ def own_calls(model: Any, pack: Pack, name: str) -> list[MediaGroup]:
     return [] if batch is None else list(media_calls(batch, most_elements=most))
 
 
-def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
-    """Call a decoder's head without targets. ``hidden``: any ``[1, T, hidden]``; returns a scalar.
-
-    It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
-    """
-    states = hidden[0, :1].detach().requires_grad_()
-    return decoder.lm_head(states, to_device(decoder.minimal_labels(), hidden.device)).sum
-
-
-def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
-    """Return ``term`` with a gradient of zero for all inputs of ``idle``."""
-    zeros = [tensor.float().sum() * 0.0 for tensor in idle]
-    return term + torch.stack(zeros).sum() if zeros else term
-
-
+_IDLE = "idle"  # source and id of samples for ranks without data; real data may use the same name
 _LABELS = "labels"  # name of a decoder's labels among the side tensors of its features
 
 
@@ -329,22 +318,6 @@ def _with_words(model: Any, name: str, encode: Callable[[], MediaFeatures]) -> M
         return encode()
     features: MediaFeatures = interface.words(model.foundation, encode)
     return features
-
-
-def written_rows(pack: Pack, batch: MediaBatch) -> Tensor:
-    """Return ``[n]`` int64, on the host: indices of ``pack.text_rows`` whose next token is of an item of a batch."""
-    return torch.isin(pack.text_rows + 1, batch.positions).nonzero().flatten()
-
-
-def require_no_words(model: Any, pack: Pack) -> None:
-    """Raise a UserError if a pipeline stage would lack the words of media that the model learns to write."""
-    for modality, interface in model.runner.native.interfaces.items():
-        batch = pack.inputs.get(f"{NATIVE_PREFIX}{modality}")
-        if interface.are_words and batch is not None and len(written_rows(pack, batch)):
-            raise UserError(
-                f"the last stage of a pipeline lacks the words of the {modality} items that the model learns to write; "
-                "set `pp` to 1, or drop the rows that ask to write them"
-            )
 
 
 def _minimal(model: Any, name: str) -> MediaFeatures:

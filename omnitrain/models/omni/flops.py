@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_head
-from omnitrain.models.omni.idle import idle_prompt
-from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_prompt
+from omnitrain.models.omni.model import OmniModel, idle_head
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content
 
@@ -54,7 +53,7 @@ class PackFlops:
         self.components[name] = self.components.get(name, Passes()) + passes
 
     def add_all(self, other: PackFlops) -> None:
-        """Add those of ``other``."""
+        """Add the FLOPs of ``other``."""
         for name, passes in other.components.items():
             self.add(name, passes)
 
@@ -131,8 +130,8 @@ class ModelFlops:
 
     def _of_item(self, component: str, name: str, item: MediaGroup) -> Passes:
         def run() -> list[Tensor]:
-            made = call_component(self.model, component, {name: [item]}).made[name]
-            return [tensor for features in made for tensor in features.tensors()]
+            features, _ = call_component(self.model, component, {name: [item]})
+            return features.tensors()
 
         return count(run, self.model, self._again(component)).passes
 
@@ -181,7 +180,6 @@ class ModelFlops:
 
 
 def _per(few: Passes, many: Passes, units: int) -> Passes:
-    """The FLOPs of one more unit, from two counts of products."""
     pairs = ((few.forward, many.forward), (few.backward, many.backward), (few.again, many.again))
     return Passes(*(Flops((b.products - a.products) // units) for a, b in pairs))
 

@@ -27,7 +27,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.ops.device import to_device
@@ -107,7 +107,7 @@ def generate(
     have none, and encode for the others.
 
     Args:
-        model: in any mode, which is restored.
+        model: its modules in any modes, which are restored.
         processor: the model's processor; it has the end token and the start token of each modality.
         prompts: results of :meth:`OmniProcessor.prompt`.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
@@ -129,7 +129,7 @@ def generate(
         _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
     inference, answers = model.inference, dict[int, Answer]()
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         encoded = _encoded_batches(model, prompts, is_guided(sampling))
@@ -144,7 +144,8 @@ def generate(
             tokens = [answer.tokens for answer in answers.values()]
             parts = inference.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
     for answer, made_of in zip(answers.values(), parts, strict=True):
         answer.parts = made_of
     of_all = {place: answer for of_rank in inference.sharing.gather(answers) for place, answer in of_rank.items()}
@@ -181,7 +182,7 @@ class _Batch(NamedTuple):
     Attributes:
         places: their indices.
         samples: the rows, in the order of packs, in which towers encode many of them at once.
-        copies: the row of each prompt, and with guidance that of each without its condition.
+        copies: the row of each prompt, and with guidance a second row of each, without its condition.
         media: for each pack of rows, their lengths, and their media.
     """
 
@@ -384,7 +385,7 @@ class _Foundation:
         self.text_token = text_token
         self.given = packs[0].forward_inputs  # of a prompt alone
         _require_no_rows(self.given, longest)
-        self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
+        self.inserted: list[_Cells] = []  # cells of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
         self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
         self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))

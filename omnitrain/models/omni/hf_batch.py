@@ -23,15 +23,12 @@ def takes_any_argument(foundation: PreTrainedModel) -> bool:
     return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
 
 
-def forward_of_batch(model: Any, batch: Mapping[str, Any], pack: object = None) -> ModelOutput:
+def forward_of_batch(model: Any, batch: Mapping[str, Any]) -> ModelOutput:
     """Return the output of the foundation's own forward: padding, positions, logits and loss are those of transformers.
 
-    ``batch``: arguments as HF returns them, without None; ``pack``: no ``Pack``. Raises UserError: ``pack`` is given,
-    the batch has no input, the model is parallelized, or the foundation does not take an argument.
+    ``batch``: arguments as HF returns them, without None. Raises UserError: the batch has no input, the model is
+    parallelized, or the foundation does not take an argument.
     """
-    if pack is not None:
-        found = type(pack).__name__
-        raise UserError(f"forward: found a {found}; expected a Pack, or a batch by keyword: input_ids=..., labels=...")
     given = {name: value for name, value in batch.items() if value is not None}
     if not given.keys() & {"input_ids", "inputs_embeds"}:
         found = f"found only {', '.join(sorted(given))}" if given else "found nothing"

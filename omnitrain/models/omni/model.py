@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -36,25 +36,16 @@ from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.foundation.runner import FoundationRunner
-from omnitrain.models.foundation.sequence_slice import filled_up, local_positions
-from omnitrain.models.foundation.stage import BlockSpan, StageCall
+from omnitrain.models.foundation.sequence_slice import local_positions
+from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import (
-    EncodedPack,
-    MicroBatchWork,
-    encode,
-    idle_head,
-    require_no_words,
-    with_zero_gradients,
-)
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up, require_no_words
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
-from omnitrain.models.omni.idle import idle_prompt
 from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.attention.install import use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
 from omnitrain.ops.recompute import recompute_contexts
@@ -155,17 +146,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
-        """Load a saved omni model with its LoRA adapters; missing, unexpected or misshapen tensors are an error.
+        """Load a saved omni model, a folder or Hub id, with its LoRA adapters; tensors that do not fit are an error.
 
-        Args:
-            path: folder or Hub id.
-            *args: arguments for transformers.
-            **kwargs: keyword arguments for transformers. With ``output_loading_info``, transformers loads the model:
-                tensors that do not fit are reported instead of raised, and LoRA adapters are not loaded.
-
-        Raises:
-            UserError: there is no model at ``path``.
-            WeightsError: names every tensor that does not fit.
+        Other arguments are those of transformers. With ``output_loading_info``, transformers loads the model: tensors
+        that do not fit are reported instead of raised, and LoRA adapters are not loaded. Raises UserError: there is no
+        model at ``path``; WeightsError: names every tensor that does not fit.
         """
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)  # strict loading asks for it
@@ -176,19 +161,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write the config, whole weights, and LoRA adapters in peft's files, for :meth:`from_pretrained`.
 
-        If the model is spread over ranks, all of them must call this; each writes some of the files
-        (:func:`save_whole`).
-
-        Args:
-            save_directory: a folder, the same on all ranks; weights saved there before are replaced.
-            *args: arguments for transformers; only for a model in one process.
-            **kwargs: keyword arguments for transformers; only for a model in one process, except ``state_dict``: the
-                calling rank writes its tensors as they are.
-
-        Raises:
-            UserError: ``push_to_hub`` for a model with adapters, or arguments for transformers for a model that is
-                spread over ranks.
-            TrainingError: writing failed on another rank, which raises its own error.
+        If the model is spread over ranks, all of them must call this with one folder alone; each writes some of the
+        files (:func:`save_whole`). In one process, other arguments are those of transformers; with ``state_dict``, the
+        calling rank writes its tensors as they are. Weights that were saved there are replaced. Raises UserError:
+        arguments that this model does not take, such as ``push_to_hub`` with adapters; TrainingError: writing failed on
+        another rank.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -343,59 +320,57 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            For a pack, an :class:`OmniOutput` with one :class:`LossTerm` per head that has targets in it, and always
-            ``text``. For a stage that is not the last, the tensors for the next one (:func:`handed_on`). For a batch,
-            the output of the foundation: ``loss``, ``logits``, ...
-
-        Raises:
-            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
-                pack and a batch, or neither; the foundation does not take an argument of the batch.
+            For a pack, an :class:`OmniOutput` with a :class:`LossTerm` of ``text`` and of each head that has targets in
+            it; for a stage that is not the last, the tensors for the next one (:func:`handed_on`); for a batch, the
+            foundation's output: ``loss``, ``logits``, ... Raises UserError: the foundation cannot run this pack, hides
+            hidden states that a decoder reads, or does not take an argument; both a pack and a batch, or neither.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         batch = {**named, "labels": labels, **batch}
-        if not isinstance(pack, Pack):
-            return forward_of_batch(self, batch, pack)
+        if pack is None:
+            return forward_of_batch(self, batch)
+        if (found := type(pack)) is not Pack:
+            raise UserError(
+                f"forward: found a {found.__name__}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
+            )
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
         if stage is not None:
             require_no_words(self, pack)
-        if stage is not None and not stage.span.is_first:
-            work = work or MicroBatchWork()
-            encoded = arrived_pack(self, self._filled_up(pack, work.sequence_slice), work, stage)
-        else:
-            encoded = self.encode_media(pack, work)
-        if stage is None:
-            return self.run_heads(encoded, self.run_foundation(encoded))
-        output = self.run_stage(encoded, stage.span, stage.arrived[0] if stage.arrived else None)
+        encoded = self.encode_media(pack, work, stage)
+        output = self.run_foundation(encoded, stage)
         if isinstance(output, FoundationOutput):
             return self.run_heads(encoded, output)
+        assert stage is not None
         return handed_on(self, encoded, with_zero_gradients(output, encoded.idle), stage.span.stop)
 
-    def encode_media(self, pack: Pack, work: MicroBatchWork | None = None) -> EncodedPack:
-        """First step of :meth:`forward`: encode media, or take the features of ``work``; sharded: only inside it."""
+    def encode_media(
+        self, pack: Pack, work: MicroBatchWork | None = None, stage: StageInput | None = None
+    ) -> EncodedPack:
+        """First step of :meth:`forward`: encode media, or take the features of ``work``; sharded: only inside it.
+
+        A stage that is not the first takes the features that arrived.
+        """
         work = work or MicroBatchWork()
-        encoded = encode(self, self._filled_up(pack, work.sequence_slice), work)
+        pack = filled_up(self, pack, work.sequence_slice)
+        if stage is not None and not stage.span.is_first:
+            return arrived_pack(self, pack, work, stage)
+        encoded = encode(self, pack, work)
         seed_foundation()
         return encoded
 
-    def run_foundation(self, encoded: EncodedPack) -> FoundationOutput:
-        """Second step of :meth:`forward`: run the foundation over text and media."""
-        return self.runner.text_loss(encoded.pack, encoded.media, encoded.work.sequence_slice)
+    def run_foundation(self, encoded: EncodedPack, stage: StageInput | None = None) -> FoundationOutput | torch.Tensor:
+        """Second step of :meth:`forward`: run the foundation over text and media.
 
-    def run_stage(
-        self, encoded: EncodedPack, span: BlockSpan, arrived: torch.Tensor | None
-    ) -> FoundationOutput | torch.Tensor:
-        """Run a pipeline stage of the foundation; all stages in order compute what :meth:`run_foundation` does.
-
-        ``encoded``: features that the stage does not read (:attr:`stage_contract`) may be any tensors of the same
-        shapes. ``arrived``: ``[1, t, hidden]``, the result of the previous stage, as this returns it; None: the first
-        stage. The last one returns the foundation's output. Raises UserError: the foundation cannot be cut there.
+        ``encoded``: features that a stage does not read (:attr:`stage_contract`) may be any tensors of the same shapes.
+        ``stage``: the part to run; None: the whole foundation. Returns its output; of a stage that is not the last,
+        ``[1, t, hidden]`` for the next one. Raises UserError: the foundation cannot be cut there.
         """
-        stage = self.stage_of(StageInput(span, () if arrived is None else (arrived,)))
+        call = None if stage is None else self.stage_of(stage)
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
-        if span.is_last:
-            return self.runner.text_loss(pack, media, sequence_slice, stage)
-        return self.runner.stage_output(pack, media, sequence_slice, stage)
+        if call is None or call.span.is_last:
+            return self.runner.text_loss(pack, media, sequence_slice, call)
+        return self.runner.stage_output(pack, media, sequence_slice, call)
 
     def stage_of(self, stage: StageInput) -> StageCall:
         """Return a stage's call for :meth:`FoundationRunner.run`; UserError: the foundation cannot be cut there."""
@@ -424,12 +399,20 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         losses = {"text": replace(output.text, sum=with_zero_gradients(output.text.sum, idle))} | losses
         return OmniOutput(losses, read, None if hidden is None else hidden.detach())
 
-    def _filled_up(self, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
-        """Add a sample to a pack that has too few tokens for the ranks that share it."""
-        missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
-        if not missing:
-            return pack
-        return filled_up(pack, Pack.from_samples([idle_prompt(self, missing)]).to(pack.input_ids.device))
+
+def idle_head(decoder: Any, hidden: Tensor) -> Tensor:
+    """Call a decoder's head without targets. ``hidden``: any ``[1, T, hidden]``; returns a scalar.
+
+    It has a backward even where the decoder is frozen: ranks with targets gather its weights there.
+    """
+    states = hidden[0, :1].detach().requires_grad_()
+    return decoder.lm_head(states, to_device(decoder.minimal_labels(), hidden.device)).sum
+
+
+def with_zero_gradients(term: Tensor, idle: Iterable[Tensor]) -> Tensor:
+    """Return ``term`` with a gradient of zero for all inputs of ``idle``."""
+    zeros = [tensor.float().sum() * 0.0 for tensor in idle]
+    return term + torch.stack(zeros).sum() if zeros else term
 
 
 def _fresh(values: dict[str, Any], class_of: Callable[[PreTrainedConfig], type[PreTrainedModel]]) -> PreTrainedModel:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from omnitrain.errors import UserError
-from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.adapters.lora import token_matrices
+from omnitrain.models.omni.model import OmniModel, rest_frozen_statistics
 from omnitrain.optim.build import roles_of
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.suggest import nearest
@@ -69,3 +70,12 @@ def hidden_matrices(model: OmniModel) -> set[nn.Parameter]:
     for decoder in model.decoders.values():
         elsewhere.update(decoder.parameters())
     return {parameter for parameter, role in roles_of(model).items() if role == "matrix"} - elsewhere
+
+
+def freeze(model: OmniModel, names: Sequence[str]) -> None:
+    """Freeze parameters, not LoRA adapters, and batch statistics of their modules; UserError: a name matches none."""
+    trained = {model.get_parameter(name) for name in (*model.adapter_names, *token_matrices(model))}
+    for name in names:
+        for parameter in parameters_named(model, name, "model.freeze"):
+            parameter.requires_grad_(parameter in trained)
+    rest_frozen_statistics(model)

@@ -25,9 +25,7 @@ class StageInput:
     """The input of a stage besides its pack."""
 
     span: BlockSpan  # the blocks of the stage
-    # hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for the first
-    # stage
-    arrived: tuple[Tensor, ...] = ()
+    arrived: tuple[Tensor, ...] = ()  # states `[1, t, hidden]`, features as of `features_across`; first stage: none
 
 
 def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from omnitrain.data.packing.pack import MediaBatch, MediaGroup, Pack
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
 from omnitrain.models.contract.check import contract_of
@@ -21,7 +17,6 @@ from omnitrain.models.discovery import refusing
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
 from omnitrain.ops.attention.packed_context import PackedSequence
-from omnitrain.ops.device import to_device
 from omnitrain.recipe.component_configs import TeacherConfig
 from omnitrain.transformers_private import ContainerModel
 
@@ -101,24 +96,3 @@ def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: A
     """Leave the weights out of a state dict: a saved model has no teachers, which are in files of their own."""
     for name in [name for name in values if name.startswith(prefix)]:
         del values[name]
-
-
-def with_teacher_inputs(pack: Pack, teachers: Collection[str]) -> Pack:
-    """Return a pack in which ``teachers`` have its samples with text to predict; UserError: one has media."""
-    missing = [name for name in teachers if name not in pack.inputs]
-    ends = np.cumsum(pack.info.lengths)
-    read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
-    if not missing or not read:
-        return pack
-    for component, batch in {**pack.inputs, **pack.targets}.items():
-        if component not in teachers and (found := sorted({*read} & {*batch.samples})):
-            raise UserError(
-                f"model.teachers.{missing[0]}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
-                f"media of {component}; train on text, or remove the teacher"
-            )
-    lengths = tuple(pack.info.lengths[index] for index in read)
-    tokens = torch.cat([torch.arange(int(ends[i]) - pack.info.lengths[i], int(ends[i])) for i in read])
-    ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
-    samples = tuple(pack.info.ids[index] for index in read)
-    items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
-    return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))

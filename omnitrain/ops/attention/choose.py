@@ -18,10 +18,7 @@ CHOSEN: dict[tuple[Any, ...], Backend] = {}
 
 
 def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
-    """Return the backend named ``asked``, or for ``auto`` the first that supports the call and can run it.
-
-    Raises UserError: no such backend can; names the class of the layer and the obstacle.
-    """
+    """Return the backend ``asked``, for ``auto`` the first that can run the call; a UserError names the obstacle."""
     query, name = call.query, type(module).__name__
     sizes, of_mask = (query.size(-1), call.value.size(-1)), getattr(call.mask.general, "dtype", None)
     key = (name, asked, call.needs, query.device.type, query.dtype, *sizes, of_mask, call.has_gradients)
@@ -36,10 +33,7 @@ def backend_names() -> tuple[str, ...]:
 
 
 def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a backend that cannot train ordinary causal attention in ``dtype`` on ``device``, whatever the model.
-
-    Raises UserError: names the reason, and the backends that can.
-    """
+    """Raise UserError for a backend that cannot train causal attention in ``dtype`` on ``device`` with any model."""
     if asked != AUTO:
         states = torch.empty(1, 1, 2, 64, device=device, dtype=dtype, requires_grad=True)
         with torch.enable_grad():

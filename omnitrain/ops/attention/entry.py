@@ -42,9 +42,7 @@ def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    ``arguments`` are the arguments of transformers' ``sdpa_mask``; ``implementation`` is for unpacked input.
-
-    Raises UserError: the sequence is packed, and the requested mask does not fit it.
+    ``arguments`` are those of ``sdpa_mask``. Raises UserError: the mask does not fit the packed sequence.
     """
     padding, packed = arguments.get("attention_mask"), packed_context.packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
@@ -90,12 +88,9 @@ def omnitrain_attention(
     """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
     ``query`` is ``[B, heads, T, head_dim]``, ``key`` and ``value`` are ``[B, key heads, T, head_dim or value_dim]``;
-    ``attention_mask`` is from :func:`omnitrain_mask` or from the model; ``backend`` is for packed sequences, or
-    ``auto``, ``implementation`` transformers' for unpacked input; ``kwargs``: see
-    :data:`HONOURED` and :data:`IRRELEVANT`. Returns ``[B, T, heads, value_dim]``, and attention weights if
-    ``implementation`` returns them.
-
-    Raises UserError: names a feature that the layer needs and no backend supports.
+    ``backend`` is for packed sequences, or ``auto``; ``kwargs``: see :data:`HONOURED` and :data:`IRRELEVANT`. Returns
+    ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` does. Raises UserError: names a feature
+    that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
         spec, shard = attention_mask, attention_mask.shard
@@ -266,10 +261,7 @@ IRRELEVANT = {
 
 
 def refuse_unknown(module_name: str, arguments: dict[str, Any]) -> None:
-    """Refuse arguments, unless None or False, that could change the result and that packed attention would ignore.
-
-    Raises UserError: names the arguments, and the class of the layer.
-    """
+    """Raise UserError for arguments that are set, could change the result, and that packed attention ignores."""
     unknown = [
         name
         for name, value in arguments.items()

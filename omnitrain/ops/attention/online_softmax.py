@@ -66,11 +66,7 @@ def blocks_between(mask: MaskSpec, queries: Run, keys: Run, device: torch.device
 
 
 def attend_block(states: States, block: Block, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Compute one block: by a kernel that returns the lse where there is one, else by the formula with fp32 scores.
-
-    ``states`` are the queries of ``block.queries``, and the keys and values of ``block.keys``. Returns the output
-    ``[H, N, E]``, and the lse ``[H, N]``, -inf if a query sees no key.
-    """
+    """Return a block's output ``[H, N, E]`` and lse ``[H, N]``, by a kernel if there is one; -inf: nothing is seen."""
     query, key, value = states
     if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
         return kernel.attend(states, seen_before_and_after(block, scoring.mask.window), scoring.scale)
@@ -86,10 +82,7 @@ def attend_block(states: States, block: Block, scoring: Scoring) -> tuple[Tensor
 def attend_block_backward(
     grad: Tensor, states: States, out: Tensor, lse: Tensor, block: Block, scoring: Scoring
 ) -> States:
-    """Compute a block's contribution to the gradients of :func:`attend_block`'s ``states``.
-
-    ``grad`` and ``out`` ``[H, N, E]`` and ``lse`` ``[H, N]`` are over all keys.
-    """
+    """Compute a block's contribution to the gradients of ``states``; ``grad``, ``out``, ``lse`` are over all keys."""
     query, key, value = states
     if (kernel := kernel_for(query, value, block, scoring.mask, scoring.softcap)) is not None:
         seen = seen_before_and_after(block, scoring.mask.window)

@@ -81,7 +81,7 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     inside ``packed(None)``: an input that happens to have ``T`` tokens would be cut at these offsets. The context can
     be entered any number of times. Activation recomputation needs it again only for models that do not make masks by
     transformers' interface; attention raises if it is missing. ``cu_seqlens`` ``(0, ..., T)`` are the starts of the
-    samples and the end of the last one; others are a ValueError.
+    samples and the end of the last one; other offsets are a ValueError.
     """
     if cu_seqlens is None:
         return _Inside(None)

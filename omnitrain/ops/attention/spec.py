@@ -50,19 +50,9 @@ class MaskSpec:
 
     Models pass it to attention instead of a mask tensor, unchanged, also through activation recomputation and FSDP. It
     is therefore neither a tensor nor a dataclass (FSDP rebuilds dataclasses), and is equal only to itself.
-
-    Attributes:
-        offsets: ``(0, ..., T)``, strictly ascending.
-        causal: a token sees no later token.
-        window: number of tokens that a token sees, itself included; None: the whole segment.
-        general: instead of ``causal`` and ``window``: a function of token indices that is exact within each segment, or
-            a mask ``[1, 1 or heads, T, T]`` (boolean: may see, or a float to add to the scores).
-        use_vmap: whether ``general`` takes scalar indices, as transformers states for functions that models add.
-        shard: the slice of the sequence on this rank; None: all of it. All other fields describe the whole sequence.
-        ndim, shape: ndim and shape of the mask tensor that it replaces.
     """
 
-    ndim = 4
+    ndim = 4  # and ``shape``, of the mask tensor that it replaces
 
     def __init__(
         self,
@@ -73,12 +63,15 @@ class MaskSpec:
         general: MaskFunction | Tensor | None = None,
         use_vmap: bool = False,
     ) -> None:
-        self.offsets = tuple(dict.fromkeys(offsets))
-        self.causal = causal
+        self.offsets = tuple(dict.fromkeys(offsets))  # ``(0, ..., T)``, strictly ascending
+        self.causal = causal  # a token sees no later token
+        # Number of tokens that a token sees, itself included; None: the whole segment
         self.window = window if window is not None and window < self.max_length else None
+        # In place of both: a function of token indices that is exact within each segment, or a mask ``[1, 1 or heads,
+        # T, T]`` (boolean: may see, or a float to add to the scores)
         self.general = general
-        self.use_vmap = use_vmap
-        self.shard: SequenceShard | None = None
+        self.use_vmap = use_vmap  # whether it takes scalar indices, as transformers says of functions that models add
+        self.shard: SequenceShard | None = None  # the slice on this rank; other fields are about the whole sequence
         self._whole: MaskSpec | None = None
         self.shape = (1, 1, self.offsets[-1], self.offsets[-1])
         self._made: dict[Any, Any] = {}
@@ -136,10 +129,7 @@ class MaskSpec:
         return spec
 
     def block_mask(self, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
-        """Return the mask between two runs ``(start, stop)`` of one segment, ``[1, 1 or heads, queries, keys]``.
-
-        It is boolean, or a float to add to the scores.
-        """
+        """Return the mask between two runs of one segment, boolean or to add: ``[1, 1 or heads, queries, keys]``."""
         if isinstance(self.general, Tensor):
             return self.general[..., slice(*queries), slice(*keys)]
         return masking_utils.sdpa_mask(
@@ -259,10 +249,7 @@ _shards = WeakTensorKeyDictionary()
 
 
 def offsets_on(cu_seqlens: Tensor, shard: SequenceShard) -> Tensor:
-    """Return a copy of ``cu_seqlens`` ``[segments + 1]``, of the whole sequence, for a slice of it.
-
-    Layers that get the copy as ``cu_seq_lens_q`` attend from the slice.
-    """
+    """Return a copy of a whole sequence's ``cu_seqlens``, with which layers attend from a slice of it."""
     copy = cu_seqlens.clone()
     _shards[copy] = shard
     return copy

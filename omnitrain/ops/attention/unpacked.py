@@ -36,10 +36,7 @@ def plain_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention by ``implementation``, or by the model's eager code if that ignores an argument.
-
-    Raises UserError: neither supports an argument.
-    """
+    """Attend by ``implementation``, by the model's eager code if that ignores an argument, or raise UserError."""
     if kwargs.get(_CHOSEN_BLOCKS) is not None:
         raise UserError(f"{type(module).__name__} passes {_CHOSEN_BLOCKS} to its attention, which is not supported")
     if (indices := kwargs.pop(_CHOSEN_KEYS, None)) is not None:

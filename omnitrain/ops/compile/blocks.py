@@ -38,10 +38,7 @@ def _counting(name: str) -> Callable[..., Any]:
 
 
 class CompiledBlocks:
-    """The blocks that :func:`compile_blocks` compiled, by ``names``, and their number of compilations.
-
-    Equal blocks share code, so they compile once; so do the blocks of equal models.
-    """
+    """The blocks that :func:`compile_blocks` compiled, and how often; equal ones, also of equal models, share code."""
 
     def __init__(self, blocks: Mapping[str, nn.Module], max_recompiles: int) -> None:
         self.names = list(blocks)
@@ -69,10 +66,7 @@ class CompiledBlocks:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run the blocks without compilation: for generation, whose inputs differ.
-
-        Attention and losses that are compiled separately stay compiled; they would need far more memory otherwise.
-        """
+        """Run the blocks, but not attention and losses, without compilation: for generation, whose inputs differ."""
         compiled = [torch_private.compiled_call(block) for block in self._blocks]
         for block in self._blocks:
             torch_private.set_compiled_call(block, None)
@@ -89,10 +83,8 @@ def compile_blocks(
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     All sizes are dynamic, so another length does not recompile. The entry point of attention disables compilation, so a
-    block has two graphs, before and after attention. Equal blocks share them. More recompiles than ``max_recompiles``
-    are an error of :meth:`CompiledBlocks.check`.
-
-    Raises UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.
+    block has two graphs, before and after attention, which equal blocks share. Too many recompiles are an error of
+    :meth:`CompiledBlocks.check`. Raises UserError: ``model`` has no blocks, or ``device`` no compiler.
     """
     blocks = dict(blocks_in(model))
     if not blocks:
@@ -125,11 +117,7 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def keep_compilations() -> None:
-    """Raise torch's limit of compilations of one piece of code for this thread; call it where compiled code runs.
-
-    Since torch 2.13 each thread has its own settings, and on a GPU the backward, which recomputes blocks, runs in
-    another thread than the forward.
-    """
+    """Raise torch's limit of compilations for this thread: on a GPU, backwards recompute blocks in another one."""
     config = torch_private.dynamo_config()
     if config.recompile_limit < _KEPT:
         config.recompile_limit = _KEPT

@@ -89,20 +89,14 @@ class ShortSegments:
 
 
 def short_keys(groups: Sequence[Sequence[int]], heads: int) -> ShortKeys:
-    """Compute the indices of a sequence's keys.
-
-    ``groups``: lengths of the segments of each batch, in order of the sequence. ``heads``: ``K``.
-    """
+    """Compute the indices of a sequence's keys; ``groups``: lengths of the segments of each batch, in order."""
     batches = tuple(_padded_batches(groups))
     rows, _, padded = _by_head(batches, heads)
     return ShortKeys(sum(map(sum, groups)), heads, batches, rows, padded)
 
 
 def short_segments(keys: ShortKeys, heads: int, read: Tensor | None) -> ShortSegments:
-    """Compute the indices of a sequence's queries, for ``H = heads``.
-
-    ``read`` ``[T]`` bool has the tokens whose output is used; None: all.
-    """
+    """Compute the indices of a sequence's queries; ``read`` ``[T]``: the tokens whose output is used; None: all."""
     queries = keys.batches if read is None else [_only_read(padded, read.numpy()) for padded in keys.batches]
     batches = tuple(_batch(*pair, heads, keys.heads) for pair in zip(queries, keys.batches, strict=True))
     rows, requested, padded = _by_head(queries, heads)

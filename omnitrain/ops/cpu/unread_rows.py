@@ -45,10 +45,7 @@ _last_to_mix: WeakSet[nn.Module] = WeakSet()
 
 @contextmanager
 def reading(read: ReadRows | None) -> Iterator[None]:
-    """Declare that only these tokens of the last hidden states of the forward inside are read; None: all tokens.
-
-    Activation recomputation needs this context again.
-    """
+    """Declare which tokens of the forward's last hidden states are read; None: all. A recompute needs it again."""
     token = _read.set(read)
     try:
         yield

@@ -48,10 +48,7 @@ class Dispatcher(Protocol):
         """Plan the exchange from the experts ``[T, k]`` of this rank's tokens; once per layer and forward."""
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: Any, spans: LayerSpans) -> DispatchHandle:
-        """Send a row of each token in ``[T, H]`` to each of its experts; the whole exchange is differentiable.
-
-        :meth:`DispatchHandle.combine` uses the weights ``[T, k]``.
-        """
+        """Send a row of each token ``[T, H]`` to each of its experts; differentiable, with combining by ``weights``."""
 
 
 class _LocalDispatcher:
@@ -121,8 +118,7 @@ def omnitrain_experts(
     """Compute the weighted sum ``[T, H]`` of each token's experts; for transformers' ``ExpertsInterface``.
 
     ``hidden_states`` are ``[T, H]``, ``top_k_index`` ``[T, k]`` indices of experts in the whole layer,
-    ``top_k_weights`` ``[T, k]``; ``backend`` computes the matmuls, or is ``auto``. The result has the dtype of
-    ``hidden_states``.
+    ``top_k_weights`` ``[T, k]``. The result has the dtype of ``hidden_states``.
     """
     settings = settings_of(module)
     spans = settings.spans

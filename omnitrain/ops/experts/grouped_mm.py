@@ -35,11 +35,7 @@ class ProductMemory:
 
 
 def grouped_experts(experts: ExpertWeights, rows: Tensor, ends: Tensor, memory: ProductMemory) -> Tensor:
-    """Compute the results ``[S, H]`` of the ``E`` experts on this rank, in the dtype of ``rows``.
-
-    ``rows`` ``[S, H]`` are sorted by expert; ``ends`` ``[E]`` int32 are the ends of each expert's rows, the last one
-    ``S``. Experts without rows get gradients of zeros.
-    """
+    """Compute the results ``[S, H]`` of this rank's experts for ``rows`` ``[S, H]``, of each one up to its ``ends``."""
     budget, again = memory.row_budget, memory.recomputes_activation
     if budget is None or rows.size(0) <= budget:
         return experts.finish(_products(experts, rows, ends, again)).to(rows.dtype)
@@ -89,16 +85,12 @@ def grouped_linear(
     later: DelayedByRange | None = None,
     before: Before | None = None,
 ) -> Tensor:
-    """Multiply each row by its expert's matrix, and add the expert's bias: ``[S, out]``.
+    """Multiply each row ``[S, in]``, sorted by expert, by its expert's matrix, and add the expert's bias: ``[S, out]``.
 
-    Args:
-        rows: ``[S, in]``, sorted by expert.
-        weight: ``[E, out, in]``; ``transposed``: ``[E, in, out]``. Rows are cast to its dtype.
-        bias: ``[E, out]`` or None.
-        ends: ``[E]`` int32, the last one ``S``.
-        transposed: see ``weight``.
-        later: takes the gradient of ``weight`` in the backward, range by range; the backward then returns none.
-        before: computes ``[S, in]`` from ``rows`` of any width; it has no parameters, and the backward recomputes it.
+    ``weight`` is ``[E, out, in]``, ``transposed`` ``[E, in, out]``; rows are cast to its dtype. ``bias`` is ``[E,
+    out]``, ``ends`` ``[E]`` int32. ``later`` takes the gradient of ``weight`` in the backward, range by range; the
+    backward then returns none. ``before`` computes ``[S, in]`` from rows of any width, without parameters; the backward
+    recomputes it.
     """
     product: Tensor = _GroupedProduct.apply(rows, weight, ends, transposed, later, before)
     return product if bias is None else _AddBias.apply(product, bias, ends)

@@ -35,10 +35,7 @@ def use_omnitrain_experts(model: nn.Module, backend: str = AUTO) -> Counter[str]
 
 
 def set_experts(experts: nn.Module, **settings: Any) -> None:
-    """Change settings of a layer's ``experts``, and make them compute through :func:`omnitrain_experts`.
-
-    ``settings`` are fields of :class:`~omnitrain.ops.experts.entry.ExpertSettings`; others, and the backend, stay.
-    """
+    """Change fields of the settings of a layer's ``experts``, and let them compute by :func:`omnitrain_experts`."""
     setattr(experts, SETTINGS, replace(settings_of(experts), **settings))
     use_omnitrain_experts(experts, backend_of(experts))
 

@@ -38,10 +38,7 @@ def add_expert_adapter(module: nn.Module, weight: str, rank: int, scale: float) 
 
 @torch.no_grad()
 def merge_expert_adapter(module: nn.Module, weight: str, dtype: torch.dtype | None = None) -> None:
-    """Add the adapters of the experts' parameter ``weight`` to it, in fp32, and remove them.
-
-    The parameter is ``[E, out, in]`` (``[E, in, out]`` if ``module.is_transposed``); ``dtype`` None: its dtype stays.
-    """
+    """Add the adapters of the experts' parameter ``weight`` to it, in fp32, and remove them; ``dtype``: of the sum."""
     matrices = module.get_parameter(weight)
     scales = dict(adapter_scales(module))
     a, b = (module.get_parameter(name) for name in parameter_names(weight))

@@ -36,10 +36,7 @@ def counts_of(ends: Tensor) -> Tensor:
 
 
 def sort_by_expert(top_k_index: Tensor, num_experts: int) -> TokenPermutation:
-    """Sort the pairs of ``top_k_index`` ``[T, k]`` by expert, in order of their tokens within an expert.
-
-    The host reads no value.
-    """
+    """Sort the pairs of ``top_k_index`` ``[T, k]`` by expert, then by token; the host reads no value."""
     num_slots = top_k_index.size(-1)
     # Few bits sort in few passes. The sort is stable, so the order of rows is deterministic.
     narrow = torch.int16 if num_experts <= torch.iinfo(torch.int16).max else torch.int32
@@ -60,10 +57,7 @@ def take_rows(tokens: Tensor, routes: TokenPermutation) -> Tensor:
 
 
 def combine_rows(rows: Tensor, weights: Tensor, routes: TokenPermutation) -> Tensor:
-    """Sum each token's ``rows`` ``[S, H]`` weighted by ``weights`` ``[T, k]`` -> ``[T, H]``.
-
-    Products and sums have at least the wider of both dtypes; the result has the dtype of ``rows``.
-    """
+    """Sum each token's ``rows`` ``[S, H]`` weighted by ``weights`` ``[T, k]``, in the wider dtype -> ``[T, H]``."""
     combined: Tensor = _CombineRows.apply(rows, weights, routes)
     return combined
 

@@ -72,26 +72,19 @@ class ExpertWeights:
     """The experts on this rank; it replaces their module in functions that compute experts.
 
     Weights are plain tensors. All other attributes come from the module.
-
-    Attributes:
-        module: the experts of a layer.
-        num_experts: number of experts on this rank.
-        first, down: weights of the two matmuls, ``[E, out, in]``, or ``[E, in, out]`` if the class is declared
-            transposed.
-        first_bias, down_bias: ``[E, out]``, or None.
-        first_adapter, down_adapter: adapters of the weights, or None.
-        first_later, down_later: take the gradients of the weights instead of autograd; None: autograd gets them.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, Tensor], later: Mapping[str, DelayedByRange]) -> None:
         self.module = module
         self._tensors = tensors
         self.first_name, self.down_name = matrix_names(module)
+        # ``[E, out, in]``, or ``[E, in, out]`` if the class is declared transposed; biases are ``[E, out]``
         self.first, self.down = tensors[self.first_name], tensors[self.down_name]
         self.first_bias = tensors.get(f"{self.first_name}_bias")
         self.down_bias = tensors.get(f"{self.down_name}_bias")
         self.num_experts = self.first.size(0)
         self.first_adapter, self.down_adapter = self._adapter(self.first_name), self._adapter(self.down_name)
+        # These take the gradients of the weights instead of autograd; None: autograd gets them
         self.first_later, self.down_later = later.get(self.first_name), later.get(self.down_name)
 
     @classmethod

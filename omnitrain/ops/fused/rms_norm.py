@@ -38,19 +38,13 @@ class RMSNormForm:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
-    """Compute the reference of ``form`` for ``x`` ``[..., hidden]``, in transformers' order of operations.
-
-    ``weight`` is ``[hidden]``, or None: no scaling.
-    """
+    """Compute ``form`` of ``x`` ``[..., hidden]`` in transformers' order of operations; ``weight`` None: no scaling."""
     wide = x.float()
     return form.scaled(wide * form.inverse_rms(wide), weight, x.dtype)
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor | None, form: RMSNormForm) -> Tensor:
-    """Compute :func:`rms_norm`, bit for bit, with a hand-written backward.
-
-    It saves one tensor of rows and one number per row, and reads the rows about half as often as autograd would.
-    """
+    """Compute :func:`rms_norm`, bit for bit, with a backward that saves and reads less than autograd's."""
     return _FusedRMSNorm.apply(x, weight, form)
 
 
@@ -99,10 +93,7 @@ RMS_NORM = (
 
 
 def rms_norm_form(module: nn.Module) -> RMSNormForm | None:
-    """Return the form whose outputs equal ``module``'s bit for bit in fp32, bf16 and both; None: no RMSNorm.
-
-    We compare on random rows and weights; the module's values and device do not matter.
-    """
+    """Return the form that equals ``module`` bit for bit, on random rows, in fp32, bf16 and both; None: no RMSNorm."""
     parameters = dict(module.named_parameters())
     arguments = list(inspect.signature(module.forward).parameters)
     if len(arguments) != 1 or len(parameters) > 1 or any(True for _ in module.buffers()):

@@ -152,10 +152,7 @@ def _fits(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, partial: bool
 
 @cache
 def is_rotary(function: Callable[..., Any], *, partial: bool = False) -> bool:
-    """Whether ``function(query, key, cos, sin)`` equals :func:`rotary` on random numbers in fp32 and bf16.
-
-    ``partial``: test with fewer rotated features than the head dimension.
-    """
+    """Whether ``function`` equals :func:`rotary` on random numbers; ``partial``: with fewer rotated features."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 6, 5, 16), (2, 3, 5, 16), *[(2, 5, 8 if partial else 16)] * 2]
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -63,11 +63,7 @@ def cross_entropy_rows(
     metrics: Mapping[str, token_functions.TokenFunction] | None = None,
     teachers: token_functions.TeacherRows | None = None,
 ) -> LossTerm:
-    """Compute the plain loss of logits ``[N, classes]``, for models that transform their logits after the head.
-
-    The other arguments have the meaning that :func:`linear_cross_entropy` gives them; with ``function`` or ``metrics``
-    no label may be ignored.
-    """
+    """Like :func:`linear_cross_entropy`, of logits ``[N, classes]``; with a function, labels are never ignored."""
     if count is None:
         count = int((labels != IGNORED).sum())
     if function is None or not len(labels):  # without tokens, a teacher has no rows for functions

@@ -31,10 +31,7 @@ def further_parameters(function: TokenFunction) -> dict[str, bool]:
 def token_losses(
     function: TokenFunction, logits: Tensor, labels: Tensor, teachers: TeacherRows | None = None
 ) -> Tensor:
-    """Return one loss of ``function`` per token, ``[n]`` fp32, from logits ``[n, classes]`` and labels ``[n]``.
-
-    Raises UserError: the function returns something else.
-    """
+    """Return one loss of ``function`` per token, ``[n]`` fp32; a UserError if it returns something else."""
     read = (
         {name: teachers[name].float() for name in further_parameters(function) if name in teachers} if teachers else {}
     )
@@ -51,10 +48,7 @@ def token_losses(
 def with_gradient_of_logits(
     function: TokenFunction, logits: Tensor, labels: Tensor, teachers: TeacherRows, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return one loss per token, and the gradient of their sum by the logits ``[n, classes]`` if it is wanted.
-
-    Losses that do not depend on the logits are a UserError.
-    """
+    """Return one loss per token, and the gradient of their sum by the logits ``[n, classes]`` if it is wanted."""
     if not with_gradient:
         with torch.no_grad():
             return token_losses(function, logits.float(), labels, teachers), None

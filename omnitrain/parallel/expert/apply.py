@@ -41,11 +41,7 @@ _UNMEASURED_CHUNKS = 4  # for `experts.chunks: auto` until chunks are measured
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """The experts of one layer.
-
-    ``name`` is their module's name, ``weights`` the names of their parameters whose dim 0 is the expert, ``backend``
-    the configured one, or ``auto``.
-    """
+    """The experts of one layer: their module, and the ``weights`` whose dim 0 is the expert."""
 
     name: str
     weights: tuple[str, ...]
@@ -67,10 +63,7 @@ def expert_layers(model: OmniModel) -> dict[str, tuple[ExpertLayer, ...]]:
 def chosen_layers(
     model: OmniModel, layers: Sequence[ExpertLayer], ep_plan: Mapping[str, int] | None
 ) -> tuple[ExpertLayer, ...]:
-    """Return the ``layers`` of a component that ``ep_plan`` shards; without one, the layers in the model's HF plan.
-
-    If the HF plan contains none of the layers, return all: most plans shard exactly the declared experts.
-    """
+    """Return the ``layers`` that ``ep_plan`` shards; without one, those in the HF plan; if it has none, all."""
     if not layers:
         return ()
     if ep_plan is None:
@@ -133,10 +126,9 @@ def bound_rows(model: OmniModel, layers: Sequence[ExpertLayer], rows: int | None
 def spread_experts(model: OmniModel, layers: Sequence[ExpertLayer], mesh: DeviceMesh, plan: ComponentPlan) -> str:
     """Keep this rank's shard of the experts of ``layers``, and dispatch tokens between ranks.
 
-    ``model``: its weights are equal on all ranks of ``mesh``; changed in place. ``layers``: MoE layers; their numbers
-    of experts are multiples of the mesh's size. ``mesh``: ``[ep]``. ``plan``: the plan of their component. Returns the
-    dispatcher: ``torch`` or ``deepep``. Raises UserError: the plan sets ``deepep``, and a test exchange through DeepEP
-    failed; the model is unchanged.
+    Returns the dispatcher, ``torch`` or ``deepep``. ``model`` has equal weights on all ranks of ``mesh`` ``[ep]``,
+    whose size divides the numbers of experts. Raises UserError: the plan sets ``deepep``, and a test exchange failed;
+    the model is unchanged.
     """
     buffer = _deepep_buffer([model.get_submodule(layer.name) for layer in layers], mesh, plan)
     # Saving gathers weights with two Shard(0) placements in two steps; torch warns each time.

@@ -29,11 +29,7 @@ def candidates(fewest: int) -> tuple[int, ...]:
 
 
 def fastest(numbers: Sequence[int], seconds: Sequence[Sequence[float]]) -> int:
-    """Return the number of chunks with the smallest median of steps; of several, the smallest number.
-
-    ``numbers`` were used in turn. ``seconds`` has, per rank, the seconds per token of each step. The slowest rank
-    determines the time of a step.
-    """
+    """Return the number, of those used in turn, with the least median of the slowest rank's seconds per token."""
     slowest = [max(of_ranks) for of_ranks in zip(*seconds, strict=True)]
     return min(numbers, key=lambda number: (median(slowest[numbers.index(number) :: len(numbers)]), number))
 

@@ -35,10 +35,7 @@ def deepep_problem(device_type: str, compute: str | None) -> str:
 
 
 def open_deepep(group: dist.ProcessGroup, hidden: int, device: torch.device) -> tuple[Any, str]:
-    """Create a buffer for rows of width ``hidden``, and test it with a real exchange; all ranks must call this.
-
-    Returns the buffer and an empty text; or None and the reason, if it failed on some rank.
-    """
+    """Create a buffer, and test it by an exchange, on all ranks. Returns it, or None and why some rank failed."""
     buffer: Any = None
     problem = ""
     try:

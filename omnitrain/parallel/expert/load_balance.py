@@ -48,7 +48,7 @@ class _SampleTokens:
     """The tokens of the current forward on this rank that belong to samples.
 
     ``valid`` ``[v]`` int64 are their positions on this rank, ``sample`` ``[v]`` int64 the sample of each. ``num_local``
-    counts tokens on this rank, with those of no sample; ``is_slice``: other ranks have other tokens of the pack.
+    counts all tokens on this rank, also tokens of no sample; ``is_slice``: other ranks have other tokens of the pack.
     """
 
     valid: Tensor
@@ -61,10 +61,7 @@ class _SampleTokens:
 class RouterMonitor:
     """Balance a model's routers by losses and biases, and measure the load of the experts, per optimizer step.
 
-    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
-    parallelized, or on one process.
-
-    Raises UserError: the model has no experts, or its routers do not support ``balance``.
+    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation.
     """
 
     def __init__(self, model: OmniModel, balance: ExpertsBalance) -> None:
@@ -284,10 +281,7 @@ def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
 # Losses are sums over tokens, so ranks can add them. ``p_te`` is the softmax of the scores of token ``t`` over ``E``
 # experts, of which each token takes ``k``.
 def counts_per_sample(index: Tensor, sample: Tensor, num_samples: int, num_experts: int) -> Tensor:
-    """Count how often the tokens of each sample chose each expert: ``[samples, E]`` fp32.
-
-    ``index`` ``[t, k]`` are the chosen experts, ``sample`` ``[t]`` int64 the index of each token's sample.
-    """
+    """Count how often each sample's tokens chose each expert, from ``index`` ``[t, k]``: ``[samples, E]`` fp32."""
     place = (sample.unsqueeze(-1) * num_experts + index).view(-1)
     counts = torch.zeros(num_samples * num_experts, device=index.device)
     return counts.scatter_add_(0, place, torch.ones_like(place, dtype=counts.dtype)).view(num_samples, num_experts)
@@ -297,8 +291,7 @@ def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
     """Sum over tokens of ``E * sum_e f_e p_te``, ``f_e`` the share of expert ``e`` in the choices of a token's sample.
 
     Divided by the number of tokens it is 1 if each sample uses all experts equally often (DeepSeek-V3, equation 17,
-    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax, ``counts`` ``[samples, E]``
-    the choices of whole samples, ``sample`` ``[t]`` int64 the index of each token's sample.
+    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax.
     """
     fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return scores.size(-1) * (scores.float().softmax(-1) * fractions[sample]).sum()
@@ -310,10 +303,7 @@ def fraction_balance(scores: Tensor, fractions: Tensor) -> Tensor:
 
 
 def micro_batch_balance(scores: list[Tensor], index: list[Tensor]) -> Tensor:
-    """Compute transformers' ``load_balancing_loss_func`` over all layers of one micro-batch; no sum over tokens.
-
-    ``scores`` are ``[t, E]`` and ``index`` ``[t, k]`` of each layer.
-    """
+    """Compute transformers' ``load_balancing_loss_func`` over the layers of a micro-batch; no sum over tokens."""
     probabilities, chosen = torch.cat(scores).float().softmax(-1), torch.cat(index)
     rows = torch.zeros(len(chosen), dtype=torch.int64, device=chosen.device)
     counts = counts_per_sample(chosen, rows, 1, probabilities.size(-1))[0]

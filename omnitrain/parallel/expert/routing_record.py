@@ -30,10 +30,7 @@ _SAMPLES = "samples"
 
 
 class RoutingOfRun:
-    """Record the decisions of a run's routers to a folder, or replay those of an earlier run's folder, or do nothing.
-
-    Raises UserError: the model has no experts, or the folder has no recorded decisions.
-    """
+    """Record the decisions of a run's routers to a folder, or replay those of an earlier run, or do nothing."""
 
     def __init__(self, model: OmniModel, record: str | None, replay: str | None, rank: int) -> None:
         for key, folder in (("record", record), ("replay", replay)):
@@ -75,10 +72,7 @@ class RoutingOfRun:
         self._recording, self._lengths = Recording(), {}
 
     def read(self) -> tuple[int, int]:
-        """Return how many decisions the replay changed on this rank since the last reading.
-
-        The first number is of (token, layer) pairs whose experts had nearly the same score, the second of all others.
-        """
+        """Return how many (token, layer) pairs the replay changed since the last reading: near ties, and others."""
         changed, self._changed = self._changed, Replayed()
         return int(changed.near_ties), int(changed.others)
 
@@ -118,10 +112,7 @@ class RoutingFiles:
                 start += length
 
     def of_samples(self, ids: Sequence[str], lengths: Sequence[int]) -> Recording:
-        """Return the decisions for these samples; samples that were not recorded have none.
-
-        A sample with another number of tokens than in the recording is a UserError.
-        """
+        """Return the decisions for recorded samples; another number of tokens than then is a UserError."""
         recording = Recording()
         for name, length in zip(ids, lengths, strict=True):
             for file, rows in self._slices.get(name, ()):

@@ -80,10 +80,7 @@ _running: ContextVar[_Running | None] = ContextVar("layer_with_shared_experts", 
 
 
 class SharedExpertOverlap:
-    """Compute ``shared`` before ``layer`` calls it.
-
-    ``layer``: a layer with the hidden states as first argument. ``shared``: see :func:`shared_experts`.
-    """
+    """Compute ``shared`` (see :func:`shared_experts`) before ``layer`` calls it."""
 
     def __init__(self, layer: nn.Module, shared: nn.Module) -> None:
         self._forward: Callable[[Tensor], Tensor] = shared.forward

@@ -64,17 +64,9 @@ def shard(
 
     FSDP sums gradients over all ranks of a mesh and does not divide them, because losses are already divided by the
     token count of the global batch. This also initialises the root, so that components may run before its first
-    forward.
-
-    Args:
-        model: its parameters are equal on all ranks.
-        units: component -> its units.
-        how: component -> its sharding; for the components that this rank holds.
-        fill: called with each unit before it is sharded, and with the model at the end, to replace parameters on the
-            meta device by their weights. None: no parameter is on the meta device.
-        absent: names of the parameters that other pipeline stages or sections hold. They stay on the meta device, and a
-            unit that has no others is not sharded.
-        root: the component whose sharding the root's own parameters take.
+    forward. ``fill`` replaces parameters on the meta device by their weights: of each unit before it is sharded, and of
+    the model at the end. ``absent`` parameters, of other pipeline stages or sections, stay on the meta device, and so
+    do units that have no others. The root's own parameters take the sharding of the component ``root``.
     """
     # No caller writes to the foundation's output, a view in most models.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -167,11 +159,7 @@ def _call(module: Any, method: Callable[..., Any], dtype: torch.dtype | None, fi
 
 
 def _require_embedding_grad(model: OmniModel) -> None:
-    """Make the embeddings' output require a gradient, so that all ranks run the same backward.
-
-    With frozen embeddings, ranks without media would skip the blocks' backward, and with it the collectives of their
-    FSDP units.
-    """
+    """Let ranks without media run the same backward (and collectives of blocks) with frozen embeddings, too."""
 
     def with_gradient(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
         if not torch.is_grad_enabled() or output.requires_grad:

@@ -33,10 +33,9 @@ _SAMPLE_BYTES = 4096
 class WeightLoader:
     """Take the weights off a model, to load each unit later. All ranks of the group must create it.
 
-    ``model``: the same on all ranks; the first one has its weights, or knows their files. Afterwards its parameters are
-    on the meta device, and every rank has the buffers of the first. Until :meth:`fill`, parameters can be cast to other
-    dtypes. ``device``: device for the broadcasts. ``group``: the ranks of a section. ``elsewhere``: names of the
-    parameters that only other sections hold: they are not loaded.
+    The first rank has the weights of ``model``, or knows their files. Afterwards its parameters are on the meta device,
+    and every rank has the buffers of the first. Until :meth:`fill`, parameters can be cast to other dtypes. Parameters
+    ``elsewhere``, in other sections only, are not loaded.
     """
 
     def __init__(

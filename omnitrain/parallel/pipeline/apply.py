@@ -25,7 +25,7 @@ from omnitrain.parallel.pipeline.stages import (
     stages_of,
 )
 from omnitrain.parallel.state import ParallelState
-from omnitrain.peers import GlooGroup, Peers
+from omnitrain.peers import GlooGroup, Peers, gloo_group_of
 from omnitrain.plan.schedule.actions import Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
 from omnitrain.plan.schedule.generators import accumulate, generate
@@ -74,9 +74,8 @@ def cut_into_stages(
 ) -> Pipeline | None:
     """Cut a model as its plan says, and make the groups of the pipeline. All ranks must call it.
 
-    ``model``: before tensors are sharded. ``plan``: the complete plan of the foundation. ``state``: the parallel state
-    of the foundation's ranks. ``on_all``: encoders that run on all pipeline ranks. Returns the pipeline; None without
-    one, and on the ranks of other sections.
+    Returns None without a pipeline, and on the ranks of other sections. Tensors are not sharded yet; ``on_all``:
+    encoders that run on all pipeline ranks.
     """
     if state.size("pp") == 1:
         return None
@@ -90,9 +89,10 @@ def cut_into_stages(
     pairs = {} if is_on_cpu else connect_pairs(columns, between, device)  # gloo tells messages apart by tags
     partly = sorted({ranks for ranks in held_by.values() if 1 < len(ranks) < state.size("pp")})
     made = {ranks: [mesh_group(own, "pp") for own in columns[:, list(ranks)].tolist()] for ranks in partly}
-    column = GlooGroup(columns.tolist())
     if dist.get_rank() not in state.ranks:
+        gloo_group_of(columns.tolist())
         return None
+    column = GlooGroup(columns.tolist())
     ignore_absent_in_device()
     group = state.pp_mesh.get_group()
     shared = {ranks: one for ranks, groups in made.items() for one in groups if one is not None}
@@ -104,11 +104,9 @@ def cut_into_stages(
 def schedule_of_plan(
     plan: ComponentPlan, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
 ) -> Schedule:
-    """Return the schedule of a step of the foundation: that of its pipeline, or gradient accumulation.
+    """Return the schedule of the foundation's pipeline, or of gradient accumulation, or raise ScheduleError.
 
-    ``plan``: the complete plan of the foundation. ``num_micro_batches``: number of micro-batches of the step on each
-    rank. ``encoders``: components of ``main`` that are encoded outside of the forwards. Raises ScheduleError: it cannot
-    run.
+    ``encoders``: components of ``main`` that are encoded outside of the forwards.
     """
     num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
     if num_ranks > 1 or settings.overlap:
@@ -124,11 +122,7 @@ def complete_schedule(
 
 
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return only the forwards and backwards of a step, also without a pipeline.
-
-    ``settings``: how a step runs through the stages; None: one micro-batch after the other, on one pipeline rank.
-    ``num_ranks``: number of pipeline ranks. ``num_micro_batches``: number of micro-batches of the step on each rank.
-    """
+    """Return only the forwards and backwards of a step; ``settings`` None: there is no pipeline."""
     if settings is None or (num_ranks == 1 and not settings.overlap):
         return accumulate(num_micro_batches)
     return _generated(_sizes(settings, num_ranks, num_micro_batches))
@@ -167,8 +161,7 @@ def units_by_stage(
 ) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
-    Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
-    backward is the last one, so all gradients exist when its units are reduced. Those ``of_encoders`` have no stage.
+    Units outside of blocks, such as embeddings, belong to this rank's first stage, whose backward is the last one.
     """
     of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
     first = stages.local[0]
@@ -181,10 +174,7 @@ def units_by_stage(
 
 
 def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:
-    """Before a backward, let only one stage keep the earlier gradients that :func:`add_up_over_stages` will sum.
-
-    They are the same on all stages that hold the parameter, and would count once for each of them.
-    """
+    """Let one stage alone keep earlier gradients before a backward: :func:`add_up_over_stages` then adds them once."""
     for name, parameter in shared.items():
         if parameter.grad is not None and pipeline.held_by[name][0] != pipeline.stages.rank:
             parameter.grad.zero_()
@@ -217,9 +207,8 @@ _AT_ONCE = 16  # tensors in a message
 def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor | None]:
     """Return whole tensors on the CPU, on all ranks. All ranks must call it.
 
-    ``values``: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
-    parameters that only other stages hold are ignored. ``pipeline``: the pipeline; None: every rank holds all
-    parameters.
+    ``values``: parameter -> its value, its gradient, or None, in one order on all ranks; only those of stages that hold
+    the parameter count.
     """
     if pipeline is None:
         return {name: _whole(value) for name, value in values.items()}

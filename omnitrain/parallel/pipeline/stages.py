@@ -64,11 +64,9 @@ class PipelineStages:
 
 
 def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState) -> PipelineStages:
-    """Return the stages of a model: as many blocks as the schedule says, else stages of equal cost.
+    """Return the stages of a model: as many blocks as the schedule says, else of equal cost; or raise ScheduleError.
 
     The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
-
-    Raises ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
     """
     ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, is_v=schedule.kind == "zbv")
     cuts = model.stage_contract.cuts
@@ -83,11 +81,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
 
 def parameters_met(model: OmniModel) -> tuple[list[float], float]:
-    """Return the active parameters per token of each block of the foundation, and of its head.
-
-    Of experts, only those that a router chooses count. The numbers are the same before and after tensors are sharded,
-    and on all ranks.
-    """
+    """Return the active parameters per token of each block, sharded or not, and of the head; equal on all ranks."""
     text = model.foundation.config.get_text_config(decoder=True)
     chosen = next((number for name in CHOSEN_EXPERTS if (number := config_value(text, name))), None)
     blocks = [_cost(block, chosen) for block in text_blocks(model.foundation)]
@@ -116,11 +110,8 @@ def holders(
     """Return parameter -> the pipeline ranks that hold it, ascending.
 
     A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; decoders, which embed targets
-    and predict them, on the first and the last.
-
-    ``model``: before tensors are sharded. ``stages``: the cut. ``read_by``: parameter of the foundation outside of
-    blocks -> the stages that read it: ``first``, ``inner``, ``last``. ``on_all``: encoders that run on all pipeline
-    ranks.
+    and predict them, on the first and the last; the foundation's others where stages (``first``, ``inner``, ``last``)
+    read them.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
     of_blocks = stages.of_blocks(path_of_blocks(model))
@@ -146,10 +137,7 @@ def holders(
 
 
 def ignore_absent_in_device() -> None:
-    """Let every transformers model take its device from its first parameter that is not absent.
-
-    transformers takes it from the first of all, and forwards make tensors there.
-    """
+    """Let transformers models make tensors on the device of a parameter that is not absent."""
     PreTrainedModel.device = property(_device_of_present)
 
 

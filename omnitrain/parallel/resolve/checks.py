@@ -6,8 +6,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from omnitrain.errors import ScheduleError
-from omnitrain.models.contract.checks_sequence import SequenceContract, sequence_contract_of
-from omnitrain.models.contract.checks_tower import attached_tower_contract, native_tower_contract
+from omnitrain.models.contract.checks_sequence import (
+    SequenceContract,
+    attached_tower_contract,
+    native_tower_contract,
+    sequence_contract_of,
+)
 from omnitrain.models.contract.tiny_model import drawn_in_training
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.expert.apply import ExpertLayer, own_plan_problems

@@ -26,10 +26,7 @@ _USERS_OF_EXPERT_FIELDS = {
 
 
 def expert_fields(request: Request, degrees: tuple[str, int, int] | None, compute: str | None) -> dict[str, Any]:
-    """Return these fields of the complete plan.
-
-    ``degrees``: mode, number of copies and ranks per copy; None: they do not fit the ranks. ``compute``: its dtype.
-    """
+    """Return these fields of the complete plan; ``degrees`` None: they do not fit the ranks."""
     ep = _ep(request, degrees)
     chunks, delay_wgrad = _overlap_of_experts(request, ep)
     return {

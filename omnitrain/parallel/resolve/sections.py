@@ -22,10 +22,7 @@ from omnitrain.recipe.suggest import hint
 
 
 def divide_encoders(model: OmniModel, plan: ParallelPlan) -> None:
-    """Make components of towers and projectors that sections of a plan name; undo it for other encoders.
-
-    Raises PlanError: the model cannot be divided like this.
-    """
+    """Make components of towers and projectors that sections name, and undo it for others, or raise PlanError."""
     raise_problems([*_divided_problems(model, plan)])
     model.divide(plan.divided_encoders())
 
@@ -127,10 +124,7 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
 
 
 def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
-    """Yield the sections that would wait for ever in a step all of whose micro-batches have items.
-
-    The schedule of this step is validated here, once, because validating each step would take too long.
-    """
+    """Yield the sections that would wait for ever; found once, since validating each step would take too long."""
     foundation, found = plans[FOUNDATION], dict[str, None]()
     settings = foundation.schedule or PipelineSchedule()
     group = least_micro_batches(settings.resolved_kind, foundation.pp or 1, settings.group_size)

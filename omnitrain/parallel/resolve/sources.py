@@ -62,10 +62,7 @@ class Request:
 
     @cached_property
     def merged(self) -> ComponentPlan:
-        """The one rule of precedence: this component's plan, then the default plan, then the flags of the call.
-
-        A plan that switches off what a flag switches on is a problem.
-        """
+        """The one rule of precedence: this component's plan (it may not undo a flag), the default plan, the flags."""
         planned, of_flags = self.planned, {}
         for flag, (argument, key, on, off) in FLAG_FIELDS.items():
             value = value_of(planned, key)

@@ -297,7 +297,7 @@ class Executor:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _before(self, components: Sequence[str]) -> AbstractContextManager[None]:
-        """A context for a backward that those of components follow."""
+        """A context for a backward that backwards of components follow."""
         if not components or self._held is not None or self._layout is None:
             return nullcontext()
         of_components = (unit for name in components for unit in self._layout.components[name].units)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,73 +16,18 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import ComponentCalls, call_component, reading, recorded
+from omnitrain.models.omni.encode import call_component, reading, recorded
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.ops.timing import FEATURES, Phase, What
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.schedule.edge import Edge, GroupEdge
-from omnitrain.parallel.schedule.node import Encoded, Node, Run
+from omnitrain.parallel.schedule.edge import GroupEdge
+from omnitrain.parallel.schedule.node import Node, Run, Window
 from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.work import calls_in, exchange_in
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import Action, Kind
-
-_Window = tuple[str, int]  # component, first micro-batch
-
-
-@dataclass
-class _Read:
-    """The features of a window on a rank that reads them, until their gradients go back.
-
-    A part is what one call of the reader reads: a micro-batch of the foundation, a window of another component.
-
-    Attributes:
-        pattern: the form of the features, without any.
-        has_gradient: for each tensor of the features, whether it gets a gradient.
-        held: part -> its features, in the memory where they wait.
-        leaves: part -> the same on the device, while its forward and backward need it.
-        gradients: part -> gradients of ``leaves`` that have one, in the memory where they wait.
-    """
-
-    pattern: MediaFeatures
-    has_gradient: Sequence[bool]
-    held: dict[int, list[Tensor]]
-    leaves: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of features and gradients that wait now."""
-        kinds = (self.held, self.leaves, self.gradients)
-        return sum(tensor.nbytes for kind in kinds for tensors in kind.values() for tensor in tensors)
-
-    def read(self, part: int, device: torch.device) -> MediaFeatures:
-        """Return the features of a part as leaves, or as constants of a frozen component."""
-        there = [tensor.to(device, non_blocking=True) for tensor in self.held.pop(part)]
-        leaves = (t.detach().requires_grad_(has) for t, has in zip(there, self.has_gradient, strict=True))
-        self.leaves[part] = tuple(leaves)
-        return self.pattern.with_rows(self.leaves[part])
-
-    def take_gradients(self, part: int) -> list[Tensor]:
-        """Return the gradients of the leaves of a part, and forget the leaves."""
-        leaves = [leaf for leaf, has in zip(self.leaves.pop(part), self.has_gradient, strict=True) if has]
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-
-    def all_gradients(self, device: torch.device) -> list[Tensor]:
-        """Return the gradients of all parts, on the device; zeros of parts that nobody has read here."""
-        unread = {
-            part: [torch.zeros_like(t) for t, has in zip(held, self.has_gradient, strict=True) if has]
-            for part, held in self.held.items()
-        }
-        in_order = [tensors for _, tensors in sorted({**unread, **self.gradients}.items())]
-        on_device = [[tensor.to(device) for tensor in tensors] for tensors in in_order]
-        return on_device[0] if len(on_device) == 1 else [torch.cat(parts) for parts in zip(*on_device, strict=True)]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether nothing of it is read any more, and no gradient goes back."""
-        return not self.held and not self.leaves and not any(self.has_gradient)
 
 
 class StepGraph:
@@ -113,29 +57,27 @@ class StepGraph:
         twice = section is not None and section.encode_twice
         # An encoder of a section may draw where the foundation does not.
         self._draws = draws or (StepDraws(model.device) if section is not None and model.training else None)
-        self._placements = {placement.name: placement for placement in self._topology.components if placement.media}
-        self._trained = {name: placement.is_trained and trains for name, placement in self._placements.items()}
-        self._nodes = {name: Node(is_trained=self._trained[name], twice=twice) for name in self._placements}
         self._messages: Mapping[str, FeatureEdge] = {} if self._layout is None else self._layout.edges
-        self._edges = {name: self._messages.get(name) or self._group_edge(name) for name in self._placements}
-        self._encoded: dict[_Window, Encoded] = {}  # its features have not left yet
-        self._read: dict[_Window, _Read] = {}
-        self._gradients: dict[_Window, list[Tensor]] = {}  # of features that this rank has encoded
-        self._before: dict[_Window, tuple[Tensor, ...]] = {}  # features that the step before has encoded
+        media = [placement for placement in self._topology.components if placement.media]
+        self._nodes = {placement.name: self._node(placement, trains=trains, twice=twice) for placement in media}
         self._take_kept(upcoming)
+
+    def _node(self, placement: Placement, *, trains: bool, twice: bool) -> Node:
+        is_trained = placement.is_trained and trains
+        exchange = partial(exchange_in, self._model, self._batch, placement)
+        waiting = partial(_waiting, self._model, placement.name)
+        edge = self._messages.get(placement.name) or GroupEdge(exchange, waiting, is_trained=is_trained)
+        return Node(placement, edge, is_trained=is_trained, twice=twice)
 
     def _take_kept(self, upcoming: StepBatch | None) -> None:
         """Take the features that the step before has encoded, and make room for those of the next step."""
         for component, edge in self._messages.items():
             if self._layout is not None and self._layout.holds(component):
-                self._before |= {(component, window): kept for window, kept in edge.take_kept(self._batch.plan).items()}
+                kept = edge.take_kept(self._batch.plan)
+                windows = {first: Window(edge.form.pattern, tensors) for first, tensors in kept.items()}
+                self._nodes[component].windows |= windows
                 if upcoming is not None:
                     edge.keep_for(upcoming.plan)
-
-    def _group_edge(self, component: str) -> Edge:
-        exchange = partial(exchange_in, self._model, self._batch, self._placements[component])
-        waiting = partial(_waiting, self._model, component)
-        return GroupEdge(exchange, waiting, is_trained=self._trained[component])
 
     # What the actions of a schedule do
 
@@ -145,51 +87,45 @@ class StepGraph:
         if (later := window - self._batch.plan.num_micro_batches) >= 0:
             assert self._upcoming is not None
             with torch.no_grad():
-                self._messages[component].kept[later] = self._run(self._upcoming, component, later)().joined
+                features, _ = self._run(self._upcoming, component, later)()
+            self._messages[component].kept[later] = tuple(features.tensors())
         elif self._is_encoded(component, window):
             self._encode(component, window)
 
     def exchange(self, action: Action) -> None:
         """Send the features of a window to the ranks of its group that read them; take those that this one reads."""
         component, window = _key(action)
-        if (component, window) in self._encoded:
+        if window in self._nodes[component].windows:
             self._move(component, window)
 
     def send(self, action: Action) -> None:
         """Send the features of a window to a section that reads them, or the gradients of those that this rank read."""
-        component, window = key = _key(action)
-        edge = self._messages[component]
+        component, window = _key(action)
+        node = self._nodes[component]
         if action.kind is Kind.SEND_B:
-            edge.give_back(window, self._read.pop(key).all_gradients(self._model.device))
+            node.edge.give_back(window, node.windows.pop(window).all_gradients(self._model.device))
         else:
-            tensors = self._before.pop(key) if key in self._before else self._encoded.pop(key).leave()
-            edge.send(window, tensors)
+            node.send(window)
 
     def receive(self, action: Action) -> None:
         """Wait for the features of a window, or for the gradients of those that this rank has encoded."""
         component, window = _key(action)
-        edge = self._messages[component]
+        node, form = self._nodes[component], self._messages[component].form
         if action.kind is Kind.RECV_F:
-            has_gradient = [has and self._trained[component] for has in edge.form.has_gradient]
-            self._take(component, window, edge.form.pattern, has_gradient)
+            node.windows[window] = Window(form.pattern)
+            self._take(component, window, [has and node.is_trained for has in form.has_gradient])
         else:
-            num_rows = self._nodes[component].num_rows(window)
-            self._gradients[component, window] = edge.take_gradients(window, num_rows)
+            encoded = node.windows[window]
+            encoded.has_gradient = form.has_gradient
+            encoded.returned = node.edge.take_gradients(window, encoded.num_rows)
 
     def backward(self, component: str, window: int) -> None:
         """Run the backward of a window, where the gradients of its features have come."""
-        node, edge = self._nodes[component], self._edges[component]
-        if (key := (component, window)) in self._gradients:
-            gradients, has_gradient = self._gradients.pop(key), [*self._messages[component].form.has_gradient]
-        elif key in self._read:
-            read = self._read.pop(key)
-            edge.give_back(window, read.all_gradients(self._model.device))
-            gradients, has_gradient = edge.take_gradients(window, node.num_rows(window)), [*read.has_gradient]
-        else:
+        node = self._nodes[component]
+        if window not in node.windows:
             return  # no rank has items
-        in_turn = iter(gradients)
-        node.backward(window, [next(in_turn) if has else None for has in has_gradient])
-        if reads := self._placements[component].reads:
+        node.backward(window, self._model.device)
+        if reads := node.placement.reads:
             self._keep_gradients(reads, self._start(reads, window), window)
 
     # What the forwards and backwards of micro-batches read and give
@@ -207,20 +143,21 @@ class StepGraph:
             self._encode(component, micro_batch, pack)
             self._move(component, micro_batch)
         return {
-            component: self._read[component, self._start(component, micro_batch)].read(micro_batch, self._model.device)
-            for component in self._read_in(micro_batch)
+            component: window.read(micro_batch, self._model.device)
+            for component, window in self._read_in(micro_batch).items()
         }
 
     def labels_of(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
         """Return decoder -> its features for a micro-batch, without a graph, on a stage that is not the first."""
         found = {}
         for component in self._called(micro_batch):
-            if self._placements[component].head is not None:
+            placement = self._nodes[component].placement
+            if placement.head is not None:
                 with torch.no_grad():
-                    calls = self._run(self._batch, component, micro_batch, pack)()
-                exchange = exchange_in(self._model, self._batch, self._placements[component], micro_batch)
-                tensors = calls.joined if exchange is None else exchange.send(calls.joined)
-                found[component] = calls.pattern.with_rows(tensors)
+                    features, _ = self._run(self._batch, component, micro_batch, pack)()
+                exchange = exchange_in(self._model, self._batch, placement, micro_batch)
+                tensors = features.tensors()
+                found[component] = features.with_rows(tensors if exchange is None else exchange.send(tensors))
         return found
 
     def take_gradients(self, micro_batch: int) -> None:
@@ -231,21 +168,18 @@ class StepGraph:
     def with_backward(self, micro_batch: int) -> list[str]:
         """Return the components that the forward of a micro-batch has called and whose backward follows, in order.
 
-        Components are not among them whose features have no graph, as those of a decoder with a frozen embedding.
+        A component whose features have no graph is left out, such as a decoder with a frozen embedding.
         """
-        called = self._called(micro_batch)
-        for component in called:
-            if not self._nodes[component].has_backward(micro_batch):
-                self._nodes[component].forget(micro_batch)
-                self._read.pop((component, micro_batch), None)
-        return [component for component in reversed(called) if (component, micro_batch) in self._read]
+        called = [self._nodes[component] for component in reversed(self._called(micro_batch))]
+        for node in called:
+            if not node.has_backward(micro_batch):
+                node.windows.pop(micro_batch, None)
+        return [node.placement.name for node in called if micro_batch in node.windows]
 
     @property
-    def left(self) -> list[_Window]:
-        """The windows whose features or gradients nobody has taken."""
-        live = [(component, window) for component, node in self._nodes.items() for window in node.windows]
-        read = [window for window, read in self._read.items() if any(read.has_gradient)]  # others may have unread parts
-        return [*self._encoded, *self._gradients, *self._before, *live, *read]
+    def left(self) -> list[tuple[str, int]]:
+        """The windows (component, first micro-batch) whose features or gradients nobody has taken."""
+        return [(component, window) for component, node in self._nodes.items() for window in node.left]
 
     def finish(self) -> None:
         """End the step: wait until all messages have left."""
@@ -255,14 +189,14 @@ class StepGraph:
 
     def waiting_bytes(self, component: str) -> int:
         """Return the bytes of features and gradients of a component that wait on this rank now."""
-        return sum(read.num_bytes for (name, _), read in self._read.items() if name == component)
+        return sum(window.num_bytes for window in self._nodes[component].windows.values())
 
     # One window of one component
 
     def _encode(self, component: str, window: int, pack: Pack | None = None) -> None:
-        run = self._run(self._batch, component, window, pack)
-        self._encoded[component, window] = self._nodes[component].encode(window, run)
-        if (reads := self._placements[component].reads) and not self._trained[component]:
+        node = self._nodes[component]
+        node.encode(window, self._run(self._batch, component, window, pack))
+        if (reads := node.placement.reads) and not node.is_trained:
             self._keep_gradients(reads, self._start(reads, window), window)
 
     def _run(self, batch: StepBatch, component: str, window: int, pack: Pack | None = None) -> Run:
@@ -271,7 +205,7 @@ class StepGraph:
         caller, draws = int(self._topology.call_group_of(component)[self._rank, 0]), None if pack else self._draws
         around = nullcontext if self._layout is None else self._layout.sharing.get(component, nullcontext)
 
-        def run() -> ComponentCalls:
+        def run() -> tuple[MediaFeatures, list[Tensor]]:
             items, numbers = calls_in(self._model, batch, component, window, pack)
             if leaves is not None:
                 items = {name: reading(groups, leaves) for name, groups in items.items()}
@@ -282,20 +216,20 @@ class StepGraph:
 
     def _leaves_for(self, component: str, window: int) -> MediaFeatures | None:
         """The features of another component that a component reads in a window; None: it reads media."""
-        read = self._placements[component].reads
+        read = self._nodes[component].placement.reads
         if not read:
             return None
-        return self._read[read, self._start(read, window)].read(window, self._model.device)
+        return self._nodes[read].windows[self._start(read, window)].read(window, self._model.device)
 
     def _move(self, component: str, window: int) -> None:
         """The features of a window go to the ranks of its group that read them."""
-        encoded, edge = self._encoded.pop((component, window)), self._edges[component]
-        edge.send(window, encoded.leave())
-        has_gradient = encoded.has_graph
+        node = self._nodes[component]
+        encoded = node.windows[window]
+        node.edge.send(window, encoded.leave())
+        has_gradient = [root is not None for root in encoded.roots]
         if self._topology.moves(component):  # ranks without items have the gradients of those with items
-            is_trained = self._trained[component]
-            has_gradient = tuple(is_trained and root.dtype.is_floating_point for root in encoded.roots)
-        self._take(component, window, encoded.pattern, has_gradient)
+            has_gradient = [node.is_trained and tensor.is_floating_point() for tensor in encoded.form.tensors()]
+        self._take(component, window, has_gradient)
         limit = None if self._layout is None else self._layout.components[component].plan.encode.feature_bytes
         waiting = self.waiting_bytes(component)
         if limit is not None and waiting > limit:
@@ -303,9 +237,10 @@ class StepGraph:
                 f"{waiting:,} bytes of features of {component} wait, more than encode.feature_bytes {limit:,}"
             )
 
-    def _take(self, component: str, window: int, pattern: MediaFeatures, has_gradient: Sequence[bool]) -> None:
+    def _take(self, component: str, window: int, has_gradient: Sequence[bool]) -> None:
         """Take the features that this rank reads, and divide them into the parts of their reader."""
-        received, rows = self._edges[component].take(window), self._rows_by_part(component, window)
+        node, rows = self._nodes[component], self._rows_by_part(component, window)
+        received = node.edge.take(window)
         if len(rows) == 1:
             held = {part: [*received] for part in rows}
         else:  # copies, as a view would keep the memory of the whole window until its last part
@@ -313,14 +248,15 @@ class StepGraph:
             held = {part: [*piece] for part, piece in zip(rows, pieces, strict=True)}
         held = {part: self._waiting_there(component, tensors) for part, tensors in held.items()}
         if any(has_gradient) or self._reads_here(component):
-            self._read[component, window] = _Read(pattern, has_gradient, held)
+            node.windows[window].held, node.windows[window].has_gradient = held, has_gradient
+        node.forget_read(window)
 
     def _keep_gradients(self, component: str, window: int, part: int) -> None:
         """Keep the gradients of a part, after the backward of its reader; without any, forget it."""
-        read = self._read[component, window]
+        node = self._nodes[component]
+        read = node.windows[window]
         read.gradients[part] = self._waiting_there(component, read.take_gradients(part))
-        if read.is_done:
-            del self._read[component, window]
+        node.forget_read(window)
 
     def _reads_here(self, component: str) -> bool:
         """Whether this rank reads the features of a component: on the first stage, or where its reader is."""
@@ -329,22 +265,25 @@ class StepGraph:
 
     def _called(self, micro_batch: int) -> list[str]:
         """The components that the forward of a micro-batch calls, in the order in which they encode."""
-        return [n for n, c in self._placements.items() if c.edge == "forward" and self._is_encoded(n, micro_batch)]
+        by_forwards = self._topology.names("forward")
+        return [n for n in self._nodes if n in by_forwards and self._is_encoded(n, micro_batch)]
 
     def _is_encoded(self, component: str, window: int) -> bool:
         numbers, _ = self._batch.plan.calls_and_heads(window)
-        return any(numbers[name] for name in self._placements[component].media)
+        return any(numbers[name] for name in self._nodes[component].placement.media)
 
-    def _read_in(self, micro_batch: int) -> list[str]:
-        """The components whose features the foundation reads in a micro-batch."""
-        by_foundation = [name for name in self._placements if self._topology.reader_of(name) is None]
-        return [name for name in by_foundation if (name, self._start(name, micro_batch)) in self._read]
+    def _read_in(self, micro_batch: int) -> dict[str, Window]:
+        """The components whose features the foundation reads in a micro-batch, and the windows that it is in."""
+        by_foundation = [name for name in self._nodes if self._topology.reader_of(name) is None]
+        starts = {name: self._start(name, micro_batch) for name in by_foundation}
+        windows = {name: self._nodes[name].windows.get(start) for name, start in starts.items()}
+        return {name: window for name, window in windows.items() if window is not None}
 
     def _start(self, component: str, micro_batch: int) -> int:
         return micro_batch - micro_batch % self._size(component)
 
     def _size(self, component: str) -> int:
-        return self._placements[component].window or self._batch.plan.num_micro_batches
+        return self._nodes[component].placement.window or self._batch.plan.num_micro_batches
 
     def _rows_by_part(self, component: str, window: int) -> dict[int, int]:
         """Part -> the number of features that this rank reads in it."""
@@ -369,7 +308,7 @@ def _waiting(model: OmniModel, component: str, phase: Phase) -> AbstractContextM
     return recorded(model, What("wait", FEATURES, phase, component))
 
 
-def _key(action: Action) -> _Window:
+def _key(action: Action) -> tuple[str, int]:
     assert action.micro_batch is not None
     return action.component, action.micro_batch
 

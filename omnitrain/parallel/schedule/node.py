@@ -3,132 +3,164 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import ComponentCalls
+from omnitrain.parallel.schedule.edge import Edge
+from omnitrain.plan import Placement
 
-Run = Callable[[], ComponentCalls]
-
-
-class _Root(NamedTuple):
-    """A result in the graph of a component, without its data. ``edge`` is None for a constant."""
-
-    edge: GradientEdge | None
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(tensor: Tensor) -> _Root:
-        edge = get_gradient_edge(tensor) if tensor.requires_grad else None
-        return _Root(edge, tensor.shape, tensor.dtype, tensor.device)
-
-    def zeros(self) -> Tensor:
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+Run = Callable[[], tuple[MediaFeatures, list[Tensor]]]  # makes this rank's calls: their features, and idle results
 
 
 @dataclass
-class Encoded:
-    """A window between its forward and its backward.
+class Window:
+    """A window of a component on this rank, until its backward: what the rank encodes of it, and what it reads of it.
+
+    A part is what one call of the reader reads: a micro-batch of the foundation, a window of another component.
 
     Attributes:
-        pattern: the form of the features, without any.
-        tensors: ``[features, ...]`` each, of all calls; empty when they have left.
+        form: the form of the features, without any.
+        encoded: ``[features, ...]`` each, that this rank has encoded; empty when they have left.
         num_rows: number of features that this rank has encoded.
-        roots: the tensors in the graph of the component.
-        idle: the same of results of calls without data, whose backward must run, too.
+        roots: the node of each of these tensors in the graph of the component; None: it is a constant.
+        idle: the same of results of calls without data, whose backward must run, too, with their gradients of zero.
+        again: makes the calls again for the backward; None: their graph is kept.
+        has_gradient: for each tensor of the features, whether a gradient comes back.
+        held: part -> the features that this rank reads, in the memory where they wait.
+        leaves: part -> the same on the device, while its forward and backward need it.
+        gradients: part -> gradients of ``leaves`` that have one, in the memory where they wait.
+        returned: gradients of ``encoded`` that a message brought.
     """
 
-    pattern: MediaFeatures
-    tensors: tuple[Tensor, ...]
-    num_rows: int
-    roots: tuple[_Root, ...]
-    idle: tuple[_Root, ...]
+    form: MediaFeatures
+    encoded: tuple[Tensor, ...] = ()
+    num_rows: int = 0
+    roots: tuple[GradientEdge | None, ...] = ()
+    idle: list[tuple[GradientEdge | None, Tensor]] = field(default_factory=list)
+    again: Run | None = None
+    has_gradient: Sequence[bool] = ()
+    held: dict[int, list[Tensor]] = field(default_factory=dict)
+    leaves: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    gradients: dict[int, list[Tensor]] = field(default_factory=dict)
+    returned: list[Tensor] | None = None
 
     @staticmethod
-    def of(calls: ComponentCalls) -> Encoded:
-        """Return the results of this rank's calls in a window."""
-        tensors = calls.joined
-        roots, idle = tuple(map(_Root.of, tensors)), tuple(map(_Root.of, calls.idle))
-        return Encoded(calls.pattern.without_items(), tensors, len(tensors[0]), roots, idle)
+    def of(features: MediaFeatures, idle: Sequence[Tensor]) -> Window:
+        """Return the window of these results of this rank's calls."""
+        tensors = tuple(features.tensors())
+        zeros = [(_root(t), torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape)) for t in idle]
+        return Window(features.without_items(), tensors, len(tensors[0]), tuple(map(_root, tensors)), zeros)
 
     @property
-    def has_graph(self) -> tuple[bool, ...]:
-        """For each of the tensors, whether it has a graph on this rank."""
-        return tuple(root.edge is not None for root in self.roots)
+    def num_bytes(self) -> int:
+        """The bytes of features and gradients that wait now."""
+        kinds = (self.held, self.leaves, self.gradients)
+        return sum(tensor.nbytes for kind in kinds for tensors in kind.values() for tensor in tensors)
 
     def leave(self) -> tuple[Tensor, ...]:
-        """Return the tensors, and keep only their nodes in the graph."""
-        tensors, self.tensors = self.tensors, ()
+        """Return what this rank has encoded, and keep only its nodes in the graph."""
+        tensors, self.encoded = self.encoded, ()
         return tensors
+
+    def read(self, part: int, device: torch.device) -> MediaFeatures:
+        """Return the features of a part as leaves, or as constants of a frozen component."""
+        there = [tensor.to(device, non_blocking=True) for tensor in self.held.pop(part)]
+        leaves = (t.detach().requires_grad_(has) for t, has in zip(there, self.has_gradient, strict=True))
+        self.leaves[part] = tuple(leaves)
+        return self.form.with_rows(self.leaves[part])
+
+    def take_gradients(self, part: int) -> list[Tensor]:
+        """Return the gradients of the leaves of a part, and forget the leaves."""
+        leaves = [leaf for leaf, has in zip(self.leaves.pop(part), self.has_gradient, strict=True) if has]
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def all_gradients(self, device: torch.device) -> list[Tensor]:
+        """Return the gradients of all parts, on the device; zeros of parts that nobody has read here."""
+        unread = {
+            part: [torch.zeros_like(t) for t, has in zip(held, self.has_gradient, strict=True) if has]
+            for part, held in self.held.items()
+        }
+        in_order = [tensors for _, tensors in sorted({**unread, **self.gradients}.items())]
+        on_device = [[tensor.to(device) for tensor in tensors] for tensors in in_order]
+        return on_device[0] if len(on_device) == 1 else [torch.cat(parts) for parts in zip(*on_device, strict=True)]
 
 
 class Node:
-    """The calls of a component on this rank, from their forwards to their backwards.
+    """A component on this rank in a step.
 
     Args:
+        placement: where and when it runs.
+        edge: brings its features to who reads them, and their gradients back.
         is_trained: whether backwards follow.
         twice: keep no activations; the backward of a window makes its calls again.
+
+    Attributes:
+        windows: first micro-batch -> the window; of a frozen component, until its features have left and were read.
     """
 
-    def __init__(self, *, is_trained: bool, twice: bool = False) -> None:
-        self._is_trained, self._twice = is_trained, twice
-        self._live: dict[int, Encoded] = {}
-        self._again: dict[int, Run] = {}
+    def __init__(self, placement: Placement, edge: Edge, *, is_trained: bool, twice: bool = False) -> None:
+        self.placement, self.edge, self.is_trained, self._twice = placement, edge, is_trained, twice
+        self.windows: dict[int, Window] = {}
 
-    def encode(self, window: int, run: Run) -> Encoded:
+    def encode(self, first: int, run: Run) -> None:
         """Encode a window.
 
         Args:
-            window: its first micro-batch.
+            first: its first micro-batch.
             run: makes this rank's calls.
         """
-        with torch.set_grad_enabled(self._is_trained and not self._twice and torch.is_grad_enabled()):
-            encoded = Encoded.of(run())
-        if self._is_trained:
-            self._live[window] = encoded
-        if self._is_trained and self._twice:
-            self._again[window] = run
-        return encoded
+        with torch.set_grad_enabled(self.is_trained and not self._twice and torch.is_grad_enabled()):
+            self.windows[first] = Window.of(*run())
+        if self.is_trained and self._twice:
+            self.windows[first].again = run
 
-    def has_backward(self, window: int) -> bool:
+    def send(self, first: int) -> None:
+        """Let the features of a window leave."""
+        self.edge.send(first, self.windows[first].leave())
+        self.forget_read(first)
+
+    def forget_read(self, first: int) -> None:
+        """Forget a window of a frozen component, if nothing of it is read any more."""
+        window = self.windows[first]
+        if not self.is_trained and not window.encoded and not window.held and not window.leaves:
+            del self.windows[first]
+
+    def has_backward(self, first: int) -> bool:
         """Return whether a window has a graph: the same on all ranks that call the component."""
-        encoded = self._live.get(window)
-        return encoded is not None and (self._twice or any(root.edge for root in (*encoded.roots, *encoded.idle)))
+        if not self.is_trained or (window := self.windows.get(first)) is None:
+            return False
+        return self._twice or any((*window.roots, *(root for root, _ in window.idle)))
 
-    @property
-    def windows(self) -> list[int]:
-        """The windows whose backward has not come."""
-        return [*self._live]
-
-    def forget(self, window: int) -> None:
-        """Run no backward of a window."""
-        self._live.pop(window, None)
-
-    def num_rows(self, window: int) -> int:
-        """Return the number of features of a window that this rank has encoded."""
-        return self._live[window].num_rows
-
-    def backward(self, window: int, gradients: Sequence[Tensor | None]) -> None:
-        """Run the backward of a window.
+    def backward(self, first: int, device: torch.device) -> None:
+        """Run the backward of a window, with the gradients of what readers have read of it.
 
         Args:
-            window: its first micro-batch.
-            gradients: of each of the features' tensors; None: it has none.
+            first: its first micro-batch.
+            device: of this rank.
         """
-        encoded = self._live.pop(window)
-        if window in self._again:
-            encoded = Encoded.of(self._again.pop(window)())
-        pairs = [
-            (root, gradient) for root, gradient in zip(encoded.roots, gradients, strict=True) if gradient is not None
-        ]
-        pairs += [(root, root.zeros()) for root in encoded.idle]
-        edges = [(root.edge, gradient) for root, gradient in pairs if root.edge is not None]
+        window = self.windows.pop(first)
+        gradients = window.returned
+        if gradients is None:
+            self.edge.give_back(first, window.all_gradients(device))
+            gradients = self.edge.take_gradients(first, window.num_rows)
+        called = window if window.again is None else Window.of(*window.again())
+        in_turn = iter(gradients)
+        of_features = [next(in_turn) if has else None for has in window.has_gradient]
+        pairs = [*zip(called.roots, of_features, strict=True), *called.idle]
+        edges = [(root, gradient) for root, gradient in pairs if root is not None and gradient is not None]
         if edges:
-            torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
+            torch.autograd.backward([root for root, _ in edges], [gradient for _, gradient in edges])
+
+    @property
+    def left(self) -> list[int]:
+        """The windows whose features have not left, or whose backward has not come."""
+        return [first for first, window in self.windows.items() if self.is_trained or window.encoded]
+
+
+def _root(tensor: Tensor) -> GradientEdge | None:
+    """Where a backward from a tensor begins, without its data; None for a constant."""
+    return get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -64,20 +64,9 @@ class _Share(NamedTuple):
 class FeatureEdge:
     """This rank's end of the edge of an encoder. Ranks of both ends create it, in the same order.
 
-    Ranks are global; the plan numbers all of them.
-
-    Args:
-        component: name of the encoder.
-        form: the form of its features.
-        ends: its section, and the one that reads the features, most often ``main``.
-        senders: ranks of its section.
-        receivers: ranks that read the features; of ``main``, those of the first pipeline stage.
-        slots: number of messages for which a receiver has room.
-        device: where features and gradients are.
-        carrier: brings the features; ``nixl`` only between hosts' memories. Gradients always go with ``torch``.
-
-    Attributes:
-        kept: window -> features of a later step, which this rank has encoded ahead.
+    Ranks are global. ``senders`` are of its section, ``receivers`` read the features: of ``main``, those of the first
+    pipeline stage. A receiver has room for ``slots`` messages. The carrier ``nixl``, between hosts' memories, brings
+    features only. :attr:`kept`: window -> features of a later step, which this rank has encoded ahead.
     """
 
     def __init__(
@@ -128,11 +117,7 @@ class FeatureEdge:
         return self._kept_of is plan
 
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
-        """Prepare for the messages of a step.
-
-        ``plan``: of the step. ``windows``: first micro-batches of the windows with items, in the order in which they
-        are encoded, and in which their gradients come back. ``trains``: whether the step has backwards.
-        """
+        """Prepare for the messages of a step with these windows, in their order; ``trains``: it has backwards."""
         self._gradient_rows = self.form.gradient_rows if trains else ()
         self._messages = {window: messages_of(plan, self.component, window, self.form.rows) for window in windows}
         self._carrier.prepare([message for messages in self._messages.values() for message in messages])
@@ -159,11 +144,7 @@ class FeatureEdge:
         return tuple(dict.fromkeys(part.sender for message in own for part in message.parts))
 
     def room_for(self, window: int) -> Iterator[tuple[int, int | None]]:
-        """Yield for which messages :meth:`send` waits: those that a receiver must have taken before.
-
-        Yields (receiver, first micro-batch of the window whose features it must have taken; None: it must have begun
-        the step). Nothing for a receiver that has room in any case.
-        """
+        """Yield the receivers that :meth:`send` waits for, and the window that each must have taken; None: begun."""
         for receiver in self.peers(window):
             to_it = self._windows_of[receiver]
             number = to_it.index(window)
@@ -197,11 +178,7 @@ class FeatureEdge:
                 self._gradients.push(part.sender, [gradient[rows].contiguous() for gradient in gradients])
 
     def take_gradients(self, window: int, num_rows: int) -> list[Tensor]:
-        """Wait for the gradients of a window, and return the sum over the ranks that needed a feature.
-
-        ``[num_rows, ...]`` for each tensor that has one, of the ``num_rows`` features that this rank encoded; added in
-        fp32 always in the same order.
-        """
+        """Wait for a window's gradients ``[num_rows, ...]``, summed over ranks in fp32 always in the same order."""
         assert isinstance(self._gradients, Inbox)
         shares, rows = self._shares.pop(window), self.form.gradient_rows
         dtypes = [torch.promote_types(dtype, torch.float32) if len(shares) > 1 else dtype for _, dtype in rows]
@@ -229,9 +206,6 @@ def messages_of(plan: StepPlan, component: str, window: int, rows: tuple[Rows, .
 
     A message has the features of its items in the order of the receiver's packs. Items that follow each other there and
     have the same sender are one part.
-
-    ``plan``: of the step. ``component``: name of the encoder. ``window``: its first micro-batch. ``rows``: the tensors
-    of a message.
     """
     parts: dict[int, list[Part]] = {}
     for receiver, sender, items in _runs(plan, component, window):
@@ -265,13 +239,10 @@ def _runs(plan: StepPlan, component: str, window: int) -> Iterator[tuple[int, in
 def connect_sections(
     model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
 ) -> dict[str, FeatureEdge]:
-    """Return component -> this rank's end of its edge. All ranks must call it.
+    """Return component -> this rank's end of its edge. All ranks must call it, with a sharded model.
 
     An edge goes to the section with the component that reads the features: most often the foundation in ``main``. Each
     section encodes its smallest input once, and tells the other ranks the form of the features.
-
-    ``model``: sharded; each rank has the components of its section. ``sections``: section -> its settings. ``state``:
-    the state of this rank's section. ``device``: of this rank.
     """
     own = sections[state.section].components if state.section in sections else ()
     forms = {name: _form(model, name, device) for name in own}
@@ -300,8 +271,8 @@ def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm
     first = model.media_names[component][0]
     of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
     with torch.no_grad(), torch.random.fork_rng(of_gpu):
-        pattern = call_component(model, component, {}, {first: 1}).pattern.without_items()
-    return FeatureForm(_on(pattern, torch.device("cpu")), model.has_backward(component))
+        features, _ = call_component(model, component, {}, {first: 1})
+    return FeatureForm(_on(features.without_items(), torch.device("cpu")), model.has_backward(component))
 
 
 def _on(pattern: MediaFeatures, device: torch.device) -> MediaFeatures:

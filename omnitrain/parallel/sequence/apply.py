@@ -21,10 +21,7 @@ from omnitrain.plan.sequence import SequenceSplit, split_sequence
 
 
 def slice_of(state: ParallelState, num_tokens: int, device: torch.device) -> RankSlice | None:
-    """Return this rank's slice of a pack of ``num_tokens``; None: the rank has all tokens.
-
-    ``state`` is the foundation's, ``device`` the pack's; a pack too short for its ranks will be padded.
-    """
+    """Return this rank's slice of a pack, which will be padded if it is too short; None: the rank has all tokens."""
     ranks = state.size("sequence")
     if ranks == 1:
         return None
@@ -49,10 +46,7 @@ def slice_of_call(state: ParallelState, num_rows: int, device: torch.device) -> 
 
 @dataclass(frozen=True, eq=False)
 class RankSlice:
-    """This rank's slice of a sequence on ``device`` that ``split`` divides among the ranks of ``group``.
-
-    ``rank`` is this process's rank in ``group``; ``attention`` attends over the whole sequence.
-    """
+    """The slice of ``rank`` of ``group`` of a sequence; ``attention`` attends over the whole sequence."""
 
     split: SequenceSplit
     rank: int

@@ -21,10 +21,7 @@ from omnitrain.plan.sequence import SequenceSplit
 
 
 def head_problem(num_heads: int, sp: int) -> str | None:
-    """Return why ``sp`` ranks cannot divide ``num_heads`` query heads; None: they can.
-
-    The number of key heads sets no limit: with fewer key heads than ranks, several ranks get the same one.
-    """
+    """Return why ``sp`` ranks cannot divide ``num_heads`` query heads, whatever the key heads; None: they can."""
     try:
         equal_spans(num_heads, sp)
     except UserError as error:
@@ -98,13 +95,7 @@ class UlyssesShard:
         return self.lengths_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`.
-
-        One all-to-all exchanges queries, keys and values, another one the output. A rank receives only the key heads
-        that its queries read.
-
-        Raises UserError: the ranks do not divide the heads, or ring attention does not support the call.
-        """
+        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`; a rank receives only key heads that it reads."""
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:
             return self.attend_own_heads(call, heads, compute)
@@ -125,10 +116,7 @@ class UlyssesShard:
         return ring_attention(local, self.split, self.cp_group, compute)
 
     def gather_tables(self, table: Tensor, dim: int) -> Tensor:
-        """All-gather a tensor without gradients that has this rank's tokens along ``dim``, over ``sp_group``.
-
-        The result is cached, because layers share such tensors.
-        """
+        """All-gather a tensor without gradients along ``dim`` over ``sp_group``, once for all layers that share it."""
         if table not in self._tables:
             local = table.detach().movedim(dim, 0)
             self._tables[table] = gather_rows(local, self.lengths_of_ranks, self.sp_group).movedim(0, dim)

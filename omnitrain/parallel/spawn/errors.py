@@ -9,14 +9,10 @@ from omnitrain.parallel.spawn.worker import Message
 
 
 class RankError(RuntimeError):
-    """A function failed on a rank. The message lists ranks, errors and stacks.
+    """A function failed on ``ranks``, the first to fail first. The message lists ranks, errors and stacks.
 
-    ``__cause__`` is the exception of the rank that failed first, if it can be pickled.
-
-    Attributes:
-        ranks: the ranks that died, raised or did not return in time. The rank that failed first comes first.
-        tracebacks: rank -> traceback of what it raised.
-        output: what each rank printed, if :func:`launch` started them.
+    ``__cause__`` is the exception of that rank, if it can be pickled; ``tracebacks`` and, of :func:`launch`, ``output``
+    are by rank.
     """
 
     def __init__(self, message: str, ranks: Sequence[int], tracebacks: Mapping[int, str] | None = None) -> None:
@@ -27,10 +23,7 @@ class RankError(RuntimeError):
 
 
 def failure(name: str, timeout_s: float, reports: Mapping[int, Message]) -> RankError | None:
-    """Return the error that describes all failures of the function ``name``; None if every rank returned.
-
-    A report is of kind ``done``, ``failed``, ``died`` (value: exit code) or ``late`` (value: stack, or None).
-    """
+    """Return the error that describes all failures of the function ``name``; None if every rank returned."""
     of_kind: dict[str, dict[int, Message]] = {"died": {}, "failed": {}, "late": {}, "done": {}}
     for rank, report in sorted(reports.items()):
         of_kind[report.kind][rank] = report

@@ -36,15 +36,8 @@ class RankPool:
 
     Starting a rank takes seconds of imports; running a function on warm ranks takes milliseconds. Every call gets new
     process groups (backend gloo) and seed 0. Other changes that a function makes to its process remain. A call that
-    fails replaces all its ranks. No rank outlives this process.
-
-    Args:
-        nproc: maximum number of ranks; each starts when it is first needed.
-        preload: modules to import once for all ranks, on Linux; the first user of the fork server decides.
-
-    Attributes:
-        num_starts, start_seconds: number of ranks started so far, with replacements, and the time waited for them.
-        num_calls, call_seconds: number of calls without errors so far, and the time they took.
+    fails replaces all its ranks. No rank outlives this process. On Linux ``preload`` is imported once for all ranks,
+    which start when first needed; the first user of the fork server decides.
     """
 
     def __init__(self, nproc: int, *, preload: Sequence[str] = ()) -> None:
@@ -68,17 +61,9 @@ class RankPool:
     ) -> list[Any]:
         """Return the results of ``function(*args)`` on ranks 0 .. world - 1, with ``torch.distributed`` initialised.
 
-        Args:
-            function: a function at a module's top level or in a notebook, or ``"module:function"``.
-            args: arguments; they and the results must be picklable. Tensors are copied.
-            timeout_s: time limit of the call in seconds, without the start of the ranks.
-            world: number of ranks; None: all.
-            on_print: gets each rank and whole lines that it prints, as they come. The ranks then have the environment
-                of a launcher (``RANK``, ``WORLD_SIZE``, ...). None: they print to where this process does.
-
-        Raises:
-            UserError: ``function`` or ``args`` cannot be sent to another process, or the pool has fewer ranks.
-            RankError: a rank raised, died, or did not return in time.
+        Arguments as of :func:`~omnitrain.parallel.spawn.launch.launch`. ``timeout_s`` is without the start of the
+        ranks; ``world`` None: all; ``on_print`` gets each rank and the whole lines that it prints, and gives the ranks
+        the environment of a launcher. Raises UserError, also for too few ranks, and RankError as ``launch`` does.
         """
         world = self.nproc if world is None else world
         if not 1 <= world <= self.nproc:

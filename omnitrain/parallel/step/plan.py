@@ -14,10 +14,8 @@ from omnitrain.data.packing.pack import MediaBatch, Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import Apart
-from omnitrain.models.omni.encode import with_projector_inputs
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt, with_all_inputs
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.placement import place_copies
 from omnitrain.parallel.step.item_costs import Measured, MeasuredCosts, given_costs
@@ -130,7 +128,7 @@ class StepPlanner:
             raise UserError(
                 f"packs: found {_types(packs)}; expected a list of Packs, as Pack.from_samples returns them"
             )
-        packs = [with_teacher_inputs(with_projector_inputs(pack, self.divided), self.teachers) for pack in packs]
+        packs = [with_all_inputs(pack, self.divided, self.teachers) for pack in packs]
         rank = self.peers.rendezvous.rank
         measured = Measured() if self.measured is None else self.measured.next_step()
         costs = {**self.costs, **measured.quadratic}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -17,18 +15,6 @@ from omnitrain.parallel.step.feature_exchange import Exchange
 from omnitrain.parallel.step.feature_routing import positions_of, routes_to_slices
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.plan import Placement
-
-
-class WindowCalls(NamedTuple):
-    """This rank's calls of a component in a window of micro-batches.
-
-    Attributes:
-        items: name -> the items of each call.
-        numbers: name -> number of calls on every rank of the component.
-    """
-
-    items: Mapping[str, Sequence[MediaGroup]]
-    numbers: Mapping[str, int]
 
 
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
@@ -44,7 +30,9 @@ def slice_in(model: OmniModel, batch: StepBatch, micro_batch: int) -> RankSlice 
     return slice_of(layout.state, batch.packs[micro_batch].num_tokens, model.device)
 
 
-def calls_in(model: OmniModel, batch: StepBatch, component: str, window: int, pack: Pack | None = None) -> WindowCalls:
+def calls_in(
+    model: OmniModel, batch: StepBatch, component: str, window: int, pack: Pack | None = None
+) -> tuple[dict[str, list[MediaGroup]], dict[str, int]]:
     """Return this rank's calls for the items of a component in a window of micro-batches.
 
     Args:
@@ -53,6 +41,9 @@ def calls_in(model: OmniModel, batch: StepBatch, component: str, window: int, pa
         component: name of an encoder or decoder.
         window: the first micro-batch of the window.
         pack: this rank's pack, on the model's device, whose items it encodes where the step does not name them.
+
+    Returns:
+        Name -> the items of each call, and name -> the number of calls on every rank of the component.
     """
     names, drawn = model.media_names[component], batch.media_calls[window]
     numbers, _ = batch.plan.calls_and_heads(window)
@@ -62,7 +53,7 @@ def calls_in(model: OmniModel, batch: StepBatch, component: str, window: int, pa
         else own_calls(model, pack, name)
         for name in names
     }
-    return WindowCalls(items, {name: numbers[name] for name in names})
+    return items, {name: numbers[name] for name in names}
 
 
 def exchange_in(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> Exchange | None:

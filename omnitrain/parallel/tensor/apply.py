@@ -18,10 +18,8 @@ from omnitrain.parallel.tensor.styles import STYLES
 def shard_matrices(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, ends: Collection[str] = ()) -> None:
     """Shard the parameters that ``styles`` select, and replace the forwards of their modules, in place.
 
-    ``model``: its parameters are equal on all ranks. ``styles``: name of a module or parameter -> its style in
-    :data:`~omnitrain.parallel.tensor.styles.STYLES`. ``mesh``: one-dimensional mesh of the ranks. Sharded parameters
-    become DTensors on it; others are unchanged. ``ends``: modules of style ``rowwise`` whose results the end of a
-    region sums (:mod:`.sequence_parallel`).
+    Sharded parameters become DTensors on the one-dimensional ``mesh``; others are unchanged. ``ends``: modules of style
+    ``rowwise`` whose results the end of a region sums (:mod:`.sequence_parallel`).
     """
     if not styles:
         return
@@ -58,10 +56,7 @@ def _shard(parameter: nn.Parameter, dim: int, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def keep_on_first_tp_rank(parameters: Iterable[nn.Parameter], state: ParallelState) -> None:
-    """Before a backward, let only the first ``tp`` rank keep earlier gradients that :func:`add_up_over_tp` will sum.
-
-    They are the same on all of these ranks, and would count once for each of them.
-    """
+    """Let one ``tp`` rank alone keep gradients before a backward, so that :func:`add_up_over_tp` adds them once."""
     if state.tp_rank > 0:
         for gradient in _replicated_gradients(parameters):
             gradient.zero_()

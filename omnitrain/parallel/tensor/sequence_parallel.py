@@ -127,10 +127,7 @@ def regions_of(block: nn.Module) -> list[nn.Module]:
 def ends_of(
     blocks: Iterable[nn.Module], styles: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[set[str]]:
-    """Collect, during forwards, the rowwise matrices whose product a region of the blocks returns unchanged.
-
-    Yields their layer-independent names, filled by the forwards.
-    """
+    """Yield names (of any layer), filled by forwards, of rowwise matrices whose product a region returns unchanged."""
     ends: set[str] = set()
     products: dict[str, Tensor] = {}
     names = {modules[name]: name for name, style in styles.items() if style == "rowwise" and name in modules}

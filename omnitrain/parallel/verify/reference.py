@@ -16,8 +16,8 @@ from omnitrain.models.adapters.lora import Adapters, add_lora
 from omnitrain.models.contract.trial import errors_of
 from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import Rounding, Step, nudge
 from omnitrain.optim.adamw import local_shard

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.models.omni.encode import MicroBatchWork
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import MicroBatchWork, idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts.routing_replay import Recording, Replayed

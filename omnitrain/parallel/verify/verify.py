@@ -87,17 +87,11 @@ class VerifyRow:
 
 @dataclass(frozen=True, repr=False)
 class VerifyReport:
-    """The result of :func:`verify`; prints as a table.
-
-    Attributes:
-        rows: one per layout.
-        parameters: number of parameters of the verified model.
-        size: the size of that model in words, with the reductions if the full model is too large for this machine.
-    """
+    """The result of :func:`verify`, one row per layout; prints as a table."""
 
     rows: tuple[VerifyRow, ...]
-    parameters: int
-    size: str = ""
+    parameters: int  # of the verified model
+    size: str = ""  # of that model in words, with the reductions if the full model is too large for this machine
 
     @property
     def ok(self) -> bool:

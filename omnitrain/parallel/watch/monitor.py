@@ -68,14 +68,11 @@ class StallMonitor:
         *,
         on_failure: Callable[[int], None] | None = None,
     ) -> None:
-        """Create the monitor; it starts when the context is entered. The calling thread is the main thread.
+        """Create the monitor, on the main thread; it starts when the context is entered.
 
-        Args:
-            store: all ranks share it; the monitor opens another connection to it.
-            rank: rank of this process.
-            world: number of ranks.
-            limit_s: seconds without progress on any rank before the run ends; None: no limit.
-            on_failure: called with this rank if it is the first one that fails.
+        It opens another connection to the ``store`` that all ranks share. ``limit_s``: seconds without progress on any
+        rank before the run ends; None: no limit. ``on_failure``: called with this rank if it is the first one that
+        fails.
         """
         monitors = store.add(f"omnitrain/watches/{rank}", 1)  # how many this rank has created: the same on all ranks
         self._board = StallBoard(store, f"omnitrain/stalls/{monitors}", rank, world)
@@ -135,10 +132,7 @@ class StallMonitor:
 
     @contextmanager
     def paused(self, phase: Phase) -> Iterator[None]:
-        """Suspend the limit for work of unknown length, such as saving, that sets no positions.
-
-        The monitor still detects a rank whose process dies during the work.
-        """
+        """Suspend the limit, but not the watch for ended processes, for work of unknown length without positions."""
         self.at(phase=phase)
         self._paused = True
         try:

@@ -112,14 +112,7 @@ def _progress(place: Place) -> tuple[int, float, int]:
 def report(
     answers: Mapping[int, Answer], silent: Mapping[int, Place | None], finished: Iterable[int], seconds: float
 ) -> str:
-    """Return the report for the user.
-
-    Args:
-        answers: rank -> its answer.
-        silent: rank without an answer -> its last known position; None: it never reported one.
-        finished: ranks that had left the loop.
-        seconds: time since the last progress of any rank.
-    """
+    """Return the report for the user; ``silent``: rank without an answer -> its last known position, if any."""
     culprits = awaited_ranks(answers, silent)
     lines = [f"the run stalled: no rank made progress for {seconds:.0f} s (train.stall_seconds)"]
     for rank in culprits:

@@ -95,9 +95,7 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         """Read an action: ``3B1``, ``0RECV_B2<1``, ``1UNSHARD``, ``(3F2;5B1)OVERLAP_F_B``, ``ENCODE0@vision``.
 
-        The text of forwards, backwards and overlaps is that of ``torch.distributed.pipelining``.
-
-        Raises ScheduleError: the text is not an action.
+        Forwards, backwards and overlaps are written as by ``torch.distributed.pipelining``; others are a ScheduleError.
         """
         if overlap := _OVERLAP.fullmatch(text.strip()):
             return Action(Kind.OVERLAP_F_B, parts=tuple(map(Action.parse, overlap.groups())))
@@ -144,11 +142,7 @@ class SectionWindows:
 
 @dataclass(frozen=True)
 class Schedule:
-    """For each pipeline rank the actions that it runs in a step, in order.
-
-    Generators return forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`);
-    :func:`~omnitrain.plan.schedule.lower.lower` adds sends, receives and what FSDP does.
-    """
+    """For each pipeline rank the actions that it runs in a step, in order: of a generator, or with :func:`lower`."""
 
     actions: tuple[tuple[Action, ...], ...]  # ``[pipeline ranks]``, the actions of each rank
     stage_ranks: tuple[int, ...]  # ``[stages]``, the pipeline rank of each stage
@@ -210,10 +204,7 @@ class Schedule:
         return replace(self, actions=tuple(map(tuple, actions)))
 
     def peak_live(self) -> tuple[int, ...]:
-        """Return, for each rank, the largest number of (stage, micro-batch) whose activations it keeps at one time.
-
-        Activations are kept from a forward to its ``B`` or ``W``. Of an overlap, the forward counts first.
-        """
+        """Return, for each rank, how many (stage, micro-batch) have activations at most, from F to B or W."""
         changes = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
         passes = ([part for action in row for part in action.passes] for row in self.actions)
         return tuple(max(accumulate((changes.get(part.kind, 0) for part in of_rank), initial=0)) for of_rank in passes)

@@ -61,11 +61,7 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
-    """Return a simulated step as data for JSON; times in seconds.
-
-    ``makespan``, ``bubble``, and for each rank and section its ``name``, ``idle``, ``exposed``, ``peak_live`` and its
-    ``events`` with ``action``, ``stream``, ``start`` and ``end``; events without duration are left out.
-    """
+    """Return a simulated step as data for JSON, in seconds; events without duration are left out."""
     schedule = timeline.schedule
 
     def shown(event: Event) -> dict[str, Any]:
@@ -92,7 +88,7 @@ def _cell(action: Action, schedule: Schedule) -> str:
 
 
 def _bars(events: list[Event], timeline: Timeline, width: int) -> str:
-    """Draw each event from the column of its start to that of its end, its name first if there is room."""
+    """Draw each event from its first column to its last, its name first if there is room."""
     line = [_IDLE] * width
     for event in events:
         start, stop = (round(width * float(time / timeline.makespan)) for time in (event.start, event.end))

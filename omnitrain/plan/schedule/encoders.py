@@ -27,10 +27,8 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
     These are collectives over all pipeline ranks. A window is encoded when the first stage needs the features of its
     first micro-batch, and its backward comes when the first stage has the gradients of its last one: each rank runs
     them before its first action that starts later than that, if a backward takes twice as long as a forward. What they
-    need has then started earlier on every rank, so no rank waits in a circle.
-
-    ``schedule``: forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`). ``encoders``: the
-    components, in the order in which they encode; their backwards come in the opposite order.
+    need has then started earlier on every rank, so no rank waits in a circle. ``encoders`` encode in order; their
+    backwards come in the opposite order.
     """
     if not encoders or not schedule.num_micro_batches:
         return schedule
@@ -62,11 +60,7 @@ def _timed(
 
 
 def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Return when the first stage, whose actions are ``row``, uses the features of windows of ``size`` micro-batches.
-
-    Returns Window (its first micro-batch) -> index of the first action that reads its features, and of the last one
-    that gives them gradients.
-    """
+    """Return window -> indices in ``row`` of the first action that reads its features, and of their last backward."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(row):

@@ -19,26 +19,15 @@ _Added = dict[int, list[Action]]  # index of an action -> what comes before or a
 def lower(
     schedule: Schedule, *, receives_ahead: int = 2, hold_weights: bool = True, max_gathered: int | None = None
 ) -> Schedule:
-    """Return the schedule with all actions that a rank needs to run it.
+    """Return the schedule of forwards and backwards with all actions that a rank needs to run it, or raise.
 
-    - ``SEND_F``, ``SEND_B`` directly after the forward or backward whose result they send. Between two stages of one
-      rank nothing is sent.
-    - ``RECV_F``, ``RECV_B`` ahead of the forward or backward that needs them, in the order in which the other rank
-      sends. They only post the receive.
-    - ``UNSHARD`` before the first action of a stage, ``REDUCE`` after its last backward, ``RESHARD`` after its last
-      action.
-
-    Args:
-        schedule: forwards and backwards of each rank.
-        receives_ahead: a receive is posted at least this many forwards and backwards ahead of the one that needs it;
-            earlier where a send that waits for its receive (NCCL) would stop the schedule.
-        hold_weights: whether the schedule says when weights are gathered and gradients reduced. False: FSDP's hooks do
-            both in each forward and backward, which is right on one stage.
-        max_gathered: number of stages of a rank whose weights may be gathered at one time, the next ones that it runs.
-            None: all, so that each is gathered once in the step.
-
-    Raises:
-        ScheduleError: a number is out of range, or the forwards and backwards are incomplete or stop.
+    ``SEND_F`` and ``SEND_B`` are directly after the forward or backward whose result they send to another rank.
+    ``RECV_F`` and ``RECV_B``, which only post the receive, are ``receives_ahead`` forwards and backwards ahead of the
+    one that needs them, in the order of the sends; earlier where a send that waits for its receive (NCCL) would stop
+    the schedule. With ``hold_weights``, ``UNSHARD`` is before the first action of a stage, ``REDUCE`` after its last
+    backward, ``RESHARD`` after its last action; else FSDP's hooks gather and reduce, which is right on one stage.
+    ``max_gathered`` stages of a rank, the next ones that it runs, may be gathered at one time; None: all, each once in
+    the step.
     """
     if receives_ahead < 0 or (max_gathered is not None and max_gathered < 1):
         raise ScheduleError(

@@ -39,17 +39,11 @@ def with_sections(
 
     A section's list has ``ENCODE`` and ``SEND_F`` for each window and component, ``RECV_B`` and ``ENCODE_B`` for
     trained ones. The first stage gets ``RECV_F``, which waits for the features, before the first forward that reads
-    them, and ``SEND_B`` after the last backward that gives them gradients. So does a section that reads the features of
-    another one, before its ``ENCODE`` and after its ``ENCODE_B``.
-
-    Windows are encoded in the order in which the first stage needs them. A section runs the next forward as soon as
-    slots and ``in_flight`` allow, otherwise the backward that became possible first.
-
-    ``schedule``: complete, without sections (:func:`~omnitrain.plan.schedule.lower.lower`). ``sections``: the sections
-    of the step. ``durations``: seconds of each action of ``schedule``; see
-    :func:`~omnitrain.plan.schedule.simulate.simulate`. ``encoding``: component and window -> seconds of its forward; a
-    backward takes twice as long. Raises ScheduleError: a section may keep fewer windows than the first stage needs
-    before its first backward.
+    them, and ``SEND_B`` after the last backward that gives them gradients; so does a section that reads features of
+    another one, around its ``ENCODE`` and ``ENCODE_B``. Windows are encoded in the order in which the first stage needs
+    them. A section runs the next forward as soon as slots and ``in_flight`` allow, otherwise the backward that became
+    possible first. ``encoding``: component and window -> seconds of a forward; a backward takes twice as long. Raises
+    ScheduleError: a section may keep fewer windows than the first stage needs before its first backward.
     """
     if not sections or not schedule.num_micro_batches:
         return schedule
@@ -83,10 +77,7 @@ def _limiting(section: SectionWindows, sections: Sequence[SectionWindows]) -> Se
 
 
 def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindows]:
-    """Yield each section after those that read its features.
-
-    Raises ScheduleError: two sections read features of each other.
-    """
+    """Yield each section after those that read its features; two that read each other's are a ScheduleError."""
     left = list(sections)
     while left:
         ready = [section for section in left if not any(_feeds(section, other) for other in left)]
@@ -101,11 +92,7 @@ def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindow
 
 
 def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[Sequence[_Pass]]) -> list[_Turn]:
-    """The turns of all windows that have items, in the order in which they begin.
-
-    ``events``: of the first stage. ``readers``: what each section that reads the features encodes; all of them use
-    windows in the order of the first stage.
-    """
+    """The turns of all windows that have items, in the order in which they begin on the first stage and its readers."""
     first, last = uses_of_windows([event.action for event in events], section.size)
     begins = {window: events[index].start for window, index in first.items()}
     ends = {window: events[index].end for window, index in last.items()}

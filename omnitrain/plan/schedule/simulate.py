@@ -93,11 +93,7 @@ class Wait:
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for each other, or for an action that no rank has.
-
-    Attributes:
-        waits: the ranks of the circle, each waiting for the next, or the one rank that waits for nothing.
-    """
+    """Ranks wait for each other in a circle (``waits``), or one for an action that no rank has."""
 
     def __init__(self, waits: tuple[Wait, ...]) -> None:
         self.waits = waits
@@ -107,25 +103,17 @@ class DeadlockError(ScheduleError):
 def simulate(
     schedule: Schedule, durations: Durations, link: Link | None = None, *, slots: int | None = None
 ) -> Timeline:
-    """Run a schedule in time.
+    """Run a lowered schedule in time, or forwards and backwards only: then results are at the next stage at once.
 
     A rank takes its actions in order. Forwards, backwards and collectives over all pipeline ranks hold its compute
-    stream. Sends, gathers of weights and reductions run on its communication stream, one at a time, and hold nobody
-    but the actions that need their result. Receives take no time.
+    stream. Sends, gathers of weights and reductions run on its communication stream, one at a time, and hold nobody but
+    the actions that need their result. Receives take no time.
 
-    Args:
-        schedule: a lowered schedule (:func:`~omnitrain.plan.schedule.lower.lower`), or forwards and backwards only:
-            then results are at the next stage at once.
-        durations: seconds of an action: a function, or a mapping by kind or by (kind, stage). Where a mapping says
-            nothing, ``B`` takes as long as ``I`` and ``W``, an overlap as long as both parts, ``F``, ``I`` and ``W``
-            are required, and all else takes no time.
-        link: what messages cost; None: nothing.
-        slots: number of messages of one direction and kind between two ranks that may be sent before their receive is
-            posted; a rank waits at the next send. 0: as NCCL does at worst. None: any number.
-
-    Raises:
-        DeadlockError: some ranks never come to their end.
-        ScheduleError: a duration is missing.
+    ``durations``: seconds of an action, as a function or by kind or (kind, stage). By default ``B`` takes as long as
+    ``I`` and ``W``, and an overlap as both parts; ``F``, ``I`` and ``W`` are required, and all else takes no time.
+    ``slots``: number of messages of one direction and kind between two ranks that may be sent before their receive is
+    posted; a rank waits at the next send. 0: as NCCL does at worst. None: any number. Raises DeadlockError: some ranks
+    never come to their end; ScheduleError: a duration is missing.
     """
     return _Run(schedule, _duration(durations), link or Link(), slots).timeline()
 
@@ -151,15 +139,7 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 
 
 class _Run:
-    """The state of a simulation.
-
-    Attributes:
-        events: the events of each rank so far.
-        facts: fact that has become true -> when.
-        waiting: fact that is not true yet -> the ranks that wait for it.
-        free: when the compute stream of each rank is free; ``link_free``: its communication stream.
-        gathered: rank and stage -> when its weights are there.
-    """
+    """The state of a simulation: facts that became true, and who waits for others."""
 
     def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: Link, slots: int | None):
         self.schedule, self.duration, self.link = schedule, duration, link
@@ -168,11 +148,12 @@ class _Run:
             action.kind in SENDS | RECEIVES and action.stage is not None for row in schedule.actions for action in row
         )
         self.events: list[list[Event]] = [[] for _ in schedule.actions]
+        # When the streams of each rank, for computation and for communication, are free
         self.free: list[Seconds] = [0] * schedule.num_ranks
         self.link_free: list[Seconds] = [0] * schedule.num_ranks
-        self.facts: dict[_Fact, Seconds] = {}
-        self.waiting: dict[_Fact, list[int]] = defaultdict(list)
-        self.gathered: dict[tuple[int, int | None], Seconds] = {}
+        self.facts: dict[_Fact, Seconds] = {}  # what has become true -> when
+        self.waiting: dict[_Fact, list[int]] = defaultdict(list)  # what is not true yet -> ranks that wait for it
+        self.gathered: dict[tuple[int, int | None], Seconds] = {}  # rank and stage -> when its weights are there
         self.ready = deque(range(schedule.num_ranks))
 
     def timeline(self) -> Timeline:

@@ -22,20 +22,10 @@ def split_by_cost(
     """Divide blocks into stages so that the busiest rank has as little to do as possible.
 
     The costliest stage is as cheap as possible, and with that limit the stages as equal as possible. Then single cuts
-    move while that makes the busiest rank less busy: a rank with several stages has the sum of their costs.
-
-    Args:
-        block_costs: cost of each block, in any unit.
-        stage_ranks: ``[stages]``, the rank of each stage.
-        first: cost of what the first stage does before its blocks: embedding, towers.
-        last: cost of what the last stage does after its blocks: final norm, head, loss.
-        legal_cuts: blocks before which the model can be cut. None: before any but the first.
-
-    Returns:
-        ``[stages]``, the blocks of each stage, at least one.
-
-    Raises:
-        ScheduleError: more stages than blocks, or than legal cuts allow.
+    move while that makes the busiest rank less busy: a rank with several stages (``stage_ranks``) has the sum of their
+    costs. ``first`` and ``last`` are costs of what these stages do outside of blocks: embedding and towers; norm, head
+    and loss. ``legal_cuts``: blocks before which the model can be cut; None: any. Raises ScheduleError: more stages
+    than blocks, or than legal cuts allow.
     """
     num_blocks, num_stages = len(block_costs), len(stage_ranks)
     cuts = _cuts(num_blocks, legal_cuts)
@@ -71,10 +61,7 @@ def split_by_cost(
 def split_by_numbers(
     numbers: Sequence[int], num_blocks: int, num_stages: int, *, legal_cuts: Collection[int] | None = None
 ) -> tuple[Blocks, ...]:
-    """Divide blocks into stages of given sizes; ``legal_cuts``: see :func:`split_by_cost`.
-
-    Raises ScheduleError: the numbers do not fit the stages or the blocks, or a cut is not legal.
-    """
+    """Divide blocks into stages of given sizes, or raise ScheduleError; ``legal_cuts``: see :func:`split_by_cost`."""
     written = ", ".join(map(str, numbers))
     if len(numbers) != num_stages:
         raise ScheduleError(f"split [{written}] has {len(numbers)} numbers, but the pipeline has {num_stages} stages")

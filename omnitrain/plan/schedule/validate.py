@@ -35,10 +35,7 @@ class Problem(NamedTuple):
 
 
 def validate(schedule: Schedule, *, lowered: bool = True) -> None:
-    """Raise if a schedule cannot run; arguments as for :func:`problems_in`.
-
-    Raises ScheduleError: with all problems found.
-    """
+    """Raise ScheduleError with all problems (see :func:`problems_in`) if a schedule cannot run."""
     problems = problems_in(schedule, lowered=lowered)
     if problems:
         lines = [problem.message for problem in problems[:_MAX_SHOWN]]
@@ -50,15 +47,12 @@ def validate(schedule: Schedule, *, lowered: bool = True) -> None:
 def problems_in(schedule: Schedule, *, lowered: bool = True) -> tuple[Problem, ...]:
     """Return the problems of a schedule, without problems that only follow from others of them.
 
-    A schedule without a problem: each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and
-    ``W``), on the stage's rank. Each result that another rank needs is sent and received once, in the same order at
-    both ends. It runs to its end even if a send ends only when its receive is posted, so it does with buffers of any
-    size, too. Collectives over all pipeline ranks come in the same order on all of them. Features of encoders are there
-    before the forwards that need them, and the encoders' backward comes after these forwards' backwards. If it says
-    when weights are gathered, each action finds its stage's weights gathered, all are freed at the end, and the
-    gradients of a stage are reduced once, after its last backward.
-
-    ``lowered``: it must have sends and receives (:func:`~omnitrain.plan.schedule.lower.lower`); else it has none.
+    Each stage runs each micro-batch once, forward and backward (``B``, or ``I`` and ``W``), on the stage's rank. Each
+    result that another rank needs is sent and received once (not before it is ``lowered``), in the same order at both
+    ends. It ends even if each send waits until its receive is posted. Collectives over all pipeline ranks come in the
+    same order on all of them. Encoders run before the forwards that need them, and backward after their backwards. If
+    it says when weights are gathered, they are for each action, are freed at the end, and gradients are reduced once,
+    after the last backward.
     """
     problems = [*_counts(schedule, lowered)] or [
         *_message_orders(schedule),

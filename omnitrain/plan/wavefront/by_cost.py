@@ -42,11 +42,7 @@ class CostOrder:
 
 
 def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: bool) -> list[np.ndarray]:
-    """Return the packs that each lane runs, in order; each lane has equally many.
-
-    ``work`` and ``load`` ``[packs]`` are seconds in the foundation and in the encoders, lane by lane as packs were
-    drawn.
-    """
+    """Return the packs of each lane, equally many, in order; seconds are lane by lane as packs were drawn."""
     drawn = list(np.arange(len(work)).reshape(num_lanes, -1))
     nothing = [0.0] * len(work)
     candidates = [drawn]
@@ -61,10 +57,7 @@ def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: 
 
 
 def evened(cost: np.ndarray, lanes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Swap packs between the most and the least expensive lane while that brings the two together.
-
-    ``cost`` is ``[packs]``; ``lanes`` has the packs of each lane. Lanes keep their numbers of packs.
-    """
+    """Swap packs between the most and the least expensive lane while that brings the two together."""
     lanes = [packs.copy() for packs in lanes]
     sums = np.array([cost[packs].sum() for packs in lanes])
     for _ in range(_SWAPS_PER_LANE * len(lanes)):

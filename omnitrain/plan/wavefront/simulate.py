@@ -15,10 +15,7 @@ FeederAction = tuple[int, bool, float, float]  # sample, whether it is its backw
 
 @dataclass
 class Timeline:
-    """When everything happens in a step; seconds from its beginning.
-
-    ``start`` and ``end`` ``[samples]``: of a sample in its lane; ``feeders``: for each feeder its actions, in order.
-    """
+    """When everything happens in a step, in seconds: samples in their lanes, and the actions of each feeder."""
 
     start: list[float]
     end: list[float]

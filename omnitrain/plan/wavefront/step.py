@@ -21,18 +21,13 @@ LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 
 
 class SectionLimits(NamedTuple):
-    """What the order needs of a section.
+    """What the order needs of a section."""
 
-    ``components`` are its encoders, whose items of a micro-batch ``num_ranks`` divide. The features of ``slots``
-    micro-batches may wait, and the activations of ``in_flight`` may be kept; None: any number. ``encode_twice``:
-    backwards repeat their forwards.
-    """
-
-    components: tuple[str, ...]
-    num_ranks: int
-    slots: int
-    in_flight: int | None
-    encode_twice: bool
+    components: tuple[str, ...]  # its encoders
+    num_ranks: int  # they divide the items of a micro-batch
+    slots: int  # of how many micro-batches features may wait
+    in_flight: int | None  # of how many activations may be kept; None: any number
+    encode_twice: bool  # backwards repeat their forwards
 
 
 class Drawn(NamedTuple):
@@ -54,10 +49,7 @@ class StepOrder:
     coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
-        """Return the micro-batches of each data-parallel rank, in the order of ``topology.owners``.
-
-        ``tables`` has what all ranks drew; each data-parallel rank has equally many micro-batches.
-        """
+        """Return the micro-batches of each data-parallel rank, equally many, in the order of ``topology.owners``."""
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
         feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)

@@ -135,10 +135,7 @@ class DataStats(Shown):
         packing: Packing | None,
         unread: Sequence[str] = (),
     ) -> Self:
-        """Return the numbers of a recipe's training data, of which some rows of each set are ``measured``.
-
-        ``packing``: how these rows fill packs; None: all of them were rejected.
-        """
+        """Return the numbers of training data from ``measured`` rows of each set; ``packing`` None: all rejected."""
         train, room = recipe.train, recipe.data.pack_tokens
         every = [row for rows in measured for row in rows]
         by_source: dict[str, list[Measured]] = {}

@@ -74,10 +74,7 @@ class Evaluator:
             self._model.train()
 
     def evaluate(self, notify: Progress = lambda _: None, losses: dict[str, Any] | None = None) -> EvaluationResult:
-        """Compute losses, if they are not known, answers and scores, and leave the model in evaluation mode.
-
-        An error of one rank, such as in the scorer, which runs on rank 0, is raised on all.
-        """
+        """Compute losses, if not known, answers and scores, in evaluation mode; all ranks raise an error of one."""
         peers, places = self._peers, self._places
         _ = self._packs  # making them finds the rows that can be used
         score = all_or_raise(peers, lambda: load_scorer(self._settings.scorer))
@@ -188,13 +185,9 @@ def _by_source(indices: Iterable[int], places: Sequence[_HeldoutRow]) -> list[in
 def heldout_loss(model: OmniModel, packs: Sequence[Pack], notify: Progress = lambda _: None) -> dict[str, Any]:
     """Return the mean loss and tokens over the packs of all ranks, per head and per source (:meth:`LossMeter.read`).
 
-    All ranks of a parallelized model must call it, and get the result; those of sections get an empty one.
-
-    Args:
-        model: in evaluation mode.
-        packs: this rank's packs, as :class:`StepPlanner` takes them: the same on ranks that share the samples of a step
-            (``tp``, ``cp``, ``ulysses``, ``pp``); none on ranks of sections. Other ranks may have any packs, or none.
-        notify: called with the progress, equally often on all ranks.
+    All ranks of a parallelized model, in evaluation mode, must call it, and get the result; those of sections, which
+    have no packs, get an empty one. ``packs`` are as :class:`StepPlanner` takes them: the same on ranks that share
+    samples. ``notify`` is called with the progress, equally often on all ranks.
     """
     meter, inference = LossMeter(), model.inference
     with torch.no_grad():

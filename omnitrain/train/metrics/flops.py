@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from omnitrain.models.omni.flops import ModelFlops, PackFlops
-from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.flops import Recomputed
@@ -208,10 +208,7 @@ def flop_metrics(
 def run_flops(
     counter: ModelFlops | None, layout: ModelLayout | None, device: torch.device, dtype: torch.dtype
 ) -> RunFlops:
-    """Return what counts a run's FLOPs; it may measure products of ``dtype``, in which the foundation computes.
-
-    ``counter`` has the model as it was before it was laid out; without one, nothing is counted.
-    """
+    """Return what counts a run's FLOPs; ``counter`` has the model before it was laid out; None: nothing counts."""
     if counter is None:
         return RunFlops(None, None)
     if layout is not None:

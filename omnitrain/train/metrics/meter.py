@@ -26,10 +26,7 @@ from omnitrain.train.metrics.trackers import ShownSample, Tracker, tell
 
 
 class StopWatcher:
-    """Counts measurements of a metric without improvement.
-
-    ``reason``: why the run should end, in words; None: it should go on.
-    """
+    """Counts measurements of a metric without improvement; ``reason``: why the run should end, or None."""
 
     def __init__(self, settings: EarlyStopping, lines: Iterable[Mapping[str, Any]] = ()) -> None:
         """Continue from the ``lines`` that the run has written so far."""
@@ -253,10 +250,7 @@ def memory_metrics(device: torch.device, peers: Peers) -> dict[str, float]:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line, appended and flushed. Trackers get the same numbers.
-
-    ``earlier`` has the lines of earlier starts of the run.
-    """
+    """``metrics.jsonl``: a flushed line per record, given to trackers, too; ``earlier``: lines of earlier starts."""
 
     def __init__(self, path: Path, resume_step: int = 0, trackers: Sequence[Tracker] = ()) -> None:
         """Drop an earlier run's lines after ``resume_step`` (they come again) and an incomplete last line."""

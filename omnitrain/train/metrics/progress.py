@@ -175,10 +175,7 @@ class StepProgress:
         self._view.stop()
 
     def advance(self, step: int, loss: float, values: Sequence[str] = ()) -> None:
-        """Show that ``step`` steps are done, the last with a total loss of ``loss``.
-
-        ``values``: values of its line of metrics, such as ``loss 1.234``, if it has a line.
-        """
+        """Show that ``step`` steps are done, the last with this loss and, if it has a line of metrics, its values."""
         self._state.advance(step)
         self._state.values = tuple(values) or self._state.values
         self._view.show(loss, is_line=bool(values))

@@ -59,9 +59,7 @@ class EncoderTimes:
 class StepSpans:
     """Records steps that are traced and, if ranks exchange anything, steps for which a line of metrics is written.
 
-    ``recorder``: is on during these steps. ``last``: the last recorded step. ``data_waited``: seconds for which this
-    rank waited for the packs of the next step to record. ``model``: the model, sharded or in one process. ``device``:
-    device of this rank. ``recipe``: recipe with the steps to record. ``folder``: folder for traces.
+    ``data_waited``: seconds for which this rank waited for the packs of the next step to record.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:
@@ -151,10 +149,7 @@ _TITLES = {_ACTIONS: "actions", _COMPUTE: "compute"}
 
 
 def write_chrome_trace(recorded: Recorded, file: Path, rank: int, section: str | None = None) -> None:
-    """Write the spans of a step on one rank, in microseconds since 1970; the file's folder is created.
-
-    Files of several ranks can be loaded together; each rank, with the section that it is in, is a process of the trace.
-    """
+    """Write the spans of a step on one rank; a viewer loads the files of several ranks together, as processes."""
     of_section = "" if section is None else f" ({section})"
     names = [_named("process_name", rank, _COMPUTE, f"rank {rank}{of_section}")]
     names += [

@@ -35,10 +35,7 @@ LOCK_FILE = ".lock"  # the file is never removed; only a process's lock on it co
 
 
 class FolderLock:
-    """A lock that this process holds until it releases it or ends.
-
-    On a shared disk it is valid for all machines. On a file system without locks, every folder is free.
-    """
+    """A lock, on a shared disk for all machines, until released or this process ends; none where disks lack it."""
 
     def __init__(self) -> None:
         self._stream: TextIO | None = None

@@ -68,10 +68,18 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
     torch.save({"state": asdict(state), "trainable": list(trainable)}, folder / _FILE)
 
 
-def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> TrainingState:
-    """Read what :func:`write_state` wrote, and each optimizer's state; UserError: other trained parameters."""
+def read_state(folder: Path) -> tuple[TrainingState, list[str]]:
+    """Read what :func:`write_state` wrote; UserError: its samples are in an order that this version does not have."""
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
-    if changed := sorted(set(saved["trainable"]) ^ set(trainable(model))):
+    state, data = saved["state"], LoaderState.from_saved(saved["state"]["data"])
+    return TrainingState(**(state | {"data": data})), saved["trainable"]
+
+
+def load_optimizers(
+    folder: Path, model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer], trained: Sequence[str]
+) -> None:
+    """Read the state of each optimizer; UserError: the model trains other parameters than those in the checkpoint."""
+    if changed := sorted(set(trained) ^ set(trainable(model))):
         raise UserError(
             f"{folder}: this recipe trains other parameters than the run did; {len(changed)} differ, such as "
             f"{', '.join(changed[:_SHOWN])}; resume with the `freeze` and `lora` that the run was started with, or "
@@ -79,7 +87,6 @@ def read_state(folder: Path, model: torch.nn.Module, optimizers: Mapping[str, to
         )
     for name, optimizer in optimizers.items():
         load_optimizer(model, optimizer, folder / name)
-    return TrainingState(**(saved["state"] | {"data": LoaderState.from_saved(saved["state"]["data"])}))
 
 
 def trainable(model: torch.nn.Module) -> list[str]:
@@ -95,13 +102,8 @@ _OTHERS_SECONDS = 60.0  # in which writers of other ranks finish, although their
 class Saver:
     """Saves the checkpoints of a run. All ranks make one, and call its methods together.
 
-    Args:
-        run: folder of the run.
-        ranks: ranks of the run.
-        model: the model, sharded or not; adapters are written to separate files.
-        processor: processor of the model.
-        optimizers: folder -> optimizer of its trained parameters, or their averages.
-        in_background: let a process of its own write, where :meth:`save` need not wait.
+    ``optimizers``: folder -> optimizer of its trained parameters, or their averages. ``in_background``: let a process
+    of its own write, where :meth:`save` need not wait.
     """
 
     def __init__(
@@ -135,11 +137,10 @@ class Saver:
             self._in_background = False
 
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
-        """Write the checkpoint of ``state.step``, atomically, after the checkpoint that was begun.
+        """Write the checkpoint of ``state.step``, atomically, after the one that was begun, or raise TrainingError.
 
-        ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
-        ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is
-        possible, as soon as what it needs is copied. Raises TrainingError: it, or the one before, cannot be written.
+        Only the first rank needs the data of the state, and the line of ``metrics.jsonl`` of that step. ``waits``:
+        return when it is written, else as soon as what it needs is copied.
         """
         self.finish()
         snapshot = self._snapshot(state, line)

@@ -19,10 +19,7 @@ from omnitrain.train.metrics.display import quiet_libraries
 
 
 class Answerer:
-    """A saved model that was loaded once, on CUDA if available, and answers any number of prompts.
-
-    ``limit`` is the maximum length of an answer, text and media tokens together.
-    """
+    """A saved model, on CUDA if available, that answers prompts; ``limit``: the most tokens of an answer."""
 
     def __init__(
         self,
@@ -35,18 +32,10 @@ class Answerer:
         size: str | None = None,
         seed: int = 0,
     ) -> None:
-        """Load the model.
+        """Load the model: a saved omni model, or the folder of a run (its newest checkpoint); else a UserError.
 
-        Raises UserError: the checkpoint does not exist, or has no decoder that these ask for.
-
-        Args:
-            checkpoint: a saved omni model, or the folder of a run (its newest checkpoint).
-            output_dir: folder for generated media; created if missing.
-            max_new_tokens: the limit.
-            temperature: of sampling; 0 is greedy.
-            guidance: of media that decoders write; 1 is none.
-            size: of images that decoders write, ``WIDTHxHEIGHT``; None: the model chooses.
-            seed: of sampling.
+        Generated media are written to ``output_dir``. ``temperature`` 0 is greedy, ``guidance`` 1 none; decoders write
+        images of ``size`` (``WIDTHxHEIGHT``), or as the model chooses.
         """
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
@@ -123,13 +112,11 @@ def what_was_cut(answer: Answer, max_new_tokens: int) -> str | None:
 def answer_file(
     answerer: Answerer, prompts: Path, answers: Path, batch_size: int, notify: Callable[[int, int], Any]
 ) -> int:
-    """Answer every prompt of a file, and write a line for each, batch by batch.
+    """Answer every prompt of a file, and write a line for each, batch by batch; return how many have no answer.
 
     A line has the ``id`` of its prompt, the ``answer`` (its texts, joined), its ``parts`` (texts, and paths of written
-    media), and whether it ``is_finished``; or an ``error``. ``answerer``: the model. ``prompts``: see
-    :func:`prompts_of`. ``answers``: JSON Lines file to write, with its folder; replaced if it exists. ``batch_size``:
-    number of prompts to answer at once. ``notify``: called after each batch with the number of prompts that are done,
-    and of all. Returns the number of prompts without an answer.
+    media), and whether it ``is_finished``; or an ``error``. ``notify`` gets the number of prompts that are done, and of
+    all.
     """
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
@@ -152,11 +139,10 @@ def answer_file(
 
 
 def prompts_of(file: Path) -> list[Row]:
-    """Read the prompts of a file: rows as of a data set, or lines with ``prompt``, and with files of media.
+    """Read the prompts of a file: JSON Lines or parquet with ``messages``, as data sets are, or JSON Lines with texts.
 
-    ``file``: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
-    objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths). Raises
-    DataError: a line is neither.
+    Such objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths).
+    Raises DataError: a line is neither.
     """
     has_lines = file.suffix == ".jsonl" and file.is_file()
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []

@@ -28,10 +28,10 @@ from omnitrain.models.hf.load import (
     untie_as_in_files,
 )
 from omnitrain.models.omni.build import build_omni_model, omni_config_at
-from omnitrain.models.omni.freeze import freeze
+from omnitrain.models.omni.encode import with_all_inputs
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.models.omni.teacher import with_teacher_inputs
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.low_bit import require_state_format
 from omnitrain.parallel.expert.load_balance import RouterMonitor
@@ -43,7 +43,7 @@ from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, Model, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.recipe.parallel import PlanError
-from omnitrain.recipe.save import require_heads
+from omnitrain.recipe.tree import require_heads
 from omnitrain.torch_private import NEED_CONTENT, FakeTensorMode
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, require_ops, use_own_functions
 from omnitrain.train.callbacks import Callbacks, load_callbacks
@@ -62,12 +62,10 @@ from omnitrain.train.useless_keys import require_effect
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: bool = False) -> list[str]:
-    """Build the model without weights, open the data, prepare one row of every source, and print the results.
+    """Build the model without weights, open the data, prepare one row of every source, and return messages of problems.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
-    ``recipe``: the recipe. ``num_ranks``: number of ranks of the run. None: a number that the plan fits.
-    ``one_machine``: more ranks than this machine has devices are a problem, not ranks of several machines. Returns one
-    message per problem.
+    ``num_ranks`` None: a number that the plan fits. ``one_machine``: more ranks than devices are a problem.
     """
     quiet_libraries()
     problems = _Problems()
@@ -273,7 +271,7 @@ def _check_rows(
             problems.append(f"data.{kind}: row {sample.id!r}: {sample.reason}{keys}")
         else:
             if teachers:
-                problems.attempt(functools.partial(with_teacher_inputs, Pack.from_samples([sample]), teachers))
+                problems.attempt(functools.partial(with_all_inputs, Pack.from_samples([sample]), (), teachers))
             length = sum(piece.input_ids.size for piece in sample.pieces)
             targets = [span.item.num_tokens for piece in sample.pieces for span in piece.spans if span.is_target]
             trained = sum(int(piece.loss_mask.sum()) for piece in sample.pieces) + sum(targets)

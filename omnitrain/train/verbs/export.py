@@ -48,30 +48,19 @@ def export(
     source: str | None = None,
     ema: bool = False,
 ) -> str:
-    """Write the files that ``from_pretrained`` of transformers reads: weights, config, tokenizer or processor.
+    """Write the files that ``from_pretrained`` of transformers reads, and return a sentence about what was written.
 
-    A whole HF model is written with the names, dtypes, files and configs of the checkpoint from which it was loaded;
-    tensors of that checkpoint that the model does not have are copied. Without such a checkpoint, it is written as its
-    class. A model of a vision tower, a projector and a language model is written as LLaVA or VipLLaVA, if one of these
-    gives the same logits. Other models are written as an omni folder, which omnitrain reads. LoRA adapters are merged
-    into the weights. The config names the end token of the chat format, and the tokenizer has the chat template.
+    A whole HF model is written with the names, dtypes, files and configs of the checkpoint ``source`` from which it was
+    loaded (None: where it was); tensors of that checkpoint that the model does not have are copied. Without such a
+    checkpoint, it is written as its class. A model of a vision tower, a projector and a language model is written as
+    LLaVA or VipLLaVA, if one of these gives the same logits. Other models are written as an omni folder, which
+    omnitrain reads. LoRA adapters are merged into the weights. The config names the end token of the chat format, and
+    the tokenizer has the chat template.
 
-    Args:
-        checkpoint: folder of a run (its newest checkpoint is used), or of a saved omni model.
-        folder: a new folder.
-        dtype: dtype of the weights; None: as in the source, else as saved. Tensors that the model's class keeps in
-            fp32, such as routing biases of experts, and media tokenizers stay fp32.
-        foundation_only: leave out attached components.
-        source: folder or Hub id of the checkpoint from which the foundation was loaded; None: where it was.
-        ema: write the averages of ``train.ema`` in place of the trained weights.
-
-    Returns:
-        A sentence: what was written, and why not as a class of transformers.
-
-    Raises:
-        UserError: the model or its averages do not exist, the folder has files, the dtype is unknown, or ``source`` is
-            not the checkpoint of the foundation.
-        TrainingError: the disk is full, or another error of the disk.
+    ``dtype`` None: as in the source, else as saved; what the model's class keeps in fp32, and media tokenizers, stay
+    fp32. ``foundation_only`` leaves out attached components, ``ema`` writes the averages of ``train.ema``. Raises
+    UserError: the model or its averages do not exist, the folder has files, the dtype is unknown, or ``source`` is not
+    the checkpoint of the foundation; TrainingError: an error of the disk.
     """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -24,9 +24,8 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
     """Return the first packs of a recipe's run, and the rows that were rejected while they were made.
 
     The result prints as text, is shown as HTML in a notebook, and writes a page with ``save``. No weights are read.
-    ``recipe``: the recipe, a YAML file, or the name of a shipped recipe. ``overrides``: overrides such as
-    ``data.pack_tokens=512``, for a file or a name. ``packs``: number of packs. Raises UserError: the recipe, its model
-    or its data cannot be used.
+    ``recipe`` is one, or a file or name, with ``overrides`` such as ``data.pack_tokens=512``. Raises UserError: the
+    recipe, its model or its data cannot be used.
     """
     if packs < 1:
         raise UserError(f"packs: found {packs}; expected a number above 0")

@@ -130,27 +130,17 @@ def show_schedule(
     backward: float | None = None,
     encode: float | None = None,
 ) -> dict[str, Any]:
-    """Print the stages of a recipe's pipeline, where its components run, and its simulated step.
+    """Print the stages of a recipe's pipeline, where its components run, and its simulated step; return them for JSON.
 
-    The time of a stage follows from its cost, the number of its active parameters per token. A backward takes twice
-    as long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are
-    not part of the table. Every micro-batch has media for each encoder of a section, whose time follows from its number
-    of parameters, as if it encoded as many tokens as the foundation reads.
+    The time of a stage follows from its cost, the number of its active parameters per token. A backward takes twice as
+    long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are not
+    part of the table. Every micro-batch has media for each encoder of a section, whose time follows from its number of
+    parameters, as if it encoded as many tokens as the foundation reads.
 
-    Args:
-        recipe: the recipe; neither its data nor its tokenizer is read.
-        num_ranks: number of ranks of the run. None: a number that the plan fits.
-        forward: seconds of the forward of one micro-batch through all stages. None: times are in forwards of an average
-            stage, or follow from ``backward``.
-        backward: seconds of its backward. None: twice as long as the forward.
-        encode: seconds (or forwards of an average stage) in which one rank encodes the items of a micro-batch, for each
-            encoder of a section. None: as its parameters say.
-
-    Returns:
-        The stages, the placements and the simulated step for JSON.
-
-    Raises:
-        UserError: the recipe has neither a pipeline nor sections, or its plan does not fit the model or the ranks.
+    ``num_ranks`` None: a number that the plan fits. ``forward`` and ``backward``: seconds of a micro-batch through all
+    stages; without them, times are in forwards of an average stage. ``encode``: seconds (or such forwards) in which one
+    rank encodes the items of a micro-batch, for each encoder of a section. Raises UserError: the recipe has neither a
+    pipeline nor sections, or its plan does not fit the model or the ranks.
     """
     planned = _planned(recipe, num_ranks)
     if encode is not None and not planned.sections:

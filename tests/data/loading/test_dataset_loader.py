@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from itertools import islice
@@ -70,6 +71,15 @@ def test_a_step_has_the_same_rows_on_any_ranks_and_workers(make: Any, ranks: int
     assert [set(map(str, step)) for step in whole] == [set(map(str, step)) for step in divided]
     rows = [str(row) for step in whole for row in step]
     assert sorted(rows[:22]) == sorted(rows[22:]) and rows[:22] != rows[22:] and len(set(rows)) == 22
+
+
+def test_several_processes_make_the_same_steps_also_where_they_are_sent_their_loader() -> None:
+    whole = steps_of(ROWS, epochs=2)
+    assert steps_of(ROWS, epochs=2, num_workers=2) == whole
+    loader = loader_of(ROWS, num_workers=2)
+    next(iter(loader))
+    sent = pickle.loads(pickle.dumps(loader))
+    assert [[row for pack in step for row in pack] for step in sent] == whole[1:3]
 
 
 class Noisy(torch.utils.data.Dataset):

@@ -18,12 +18,12 @@ from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.adapters.files import load_adapters, save_adapters, split_weights
 from omnitrain.models.adapters.lora import adapters_of, add_lora, find_adapters, merge_lora
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.save import save_whole
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.peers import SINGLE_PROCESS
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from tests.parallel import factories
 
 LORA = Lora(targets=["o_proj", "experts.*"], rank=3, alpha=6)

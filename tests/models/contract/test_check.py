@@ -17,8 +17,8 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
-from omnitrain.models.contract.tiny_model import tiny_config
-from omnitrain.models.discovery import MediaFeatures, discover, init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_, tiny_config
+from omnitrain.models.discovery import MediaFeatures, discover
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import entry

@@ -8,8 +8,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionB
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 from omnitrain.models.components.contract import Contract
-from omnitrain.models.contract.checks_sequence import SequenceContract
-from omnitrain.models.contract.checks_tower import check_native_tower
+from omnitrain.models.contract.checks_sequence import SequenceContract, check_native_tower
 from omnitrain.models.hf.load import foundation_class
 from tests.families import FAMILIES
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.discovery.discover import Discovery, discover
 from omnitrain.models.discovery.features import MediaFeatures
 from omnitrain.models.discovery.interface import override
-from omnitrain.models.discovery.peaked_init import init_peaked_
 from omnitrain.models.discovery.placeholders import marks
 from omnitrain.models.discovery.text_run import plain_ids
 from omnitrain.models.hf.load import foundation_class

@@ -74,7 +74,7 @@ def test_images_and_videos_of_one_token_are_told_apart_by_their_marks() -> None:
     _, found = built("glm4v")
     spans = {s.component: s.positions.tolist() for s in from_hf(found, mixed([194, 190, 190, 190, 190, 195])).spans}
     assert spans == {"foundation.image": [2, 3, 4, 5], "foundation.video": [8, 9, 10, 11]}
-    with pytest.raises(UserError, match=r"video features .* but no placeholder for them \(token 190\)"):
+    with pytest.raises(UserError, match=r"video.* are given, but input_ids has no placeholder 190"):
         from_hf(found, mixed([]))
-    with pytest.raises(UserError, match="sample 0 has features of image and video, which share a placeholder token"):
+    with pytest.raises(UserError, match=r"sample 0: .*image and video have the same placeholder token 190"):
         from_hf(replace(found, extras=replace(found.extras, video_marks=None)), mixed([]))

@@ -11,8 +11,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.foundation.in_forward import beyond_text, outermost_unreached
 from omnitrain.models.hf.samples import to_samples
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.generate import generate
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from tests.in_forward import FAMILIES, ROWS, arguments, omni, plain_step, row, samples
 

@@ -10,7 +10,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from omnitrain.models.foundation.linear_attention_heads import by_heads
+from omnitrain.models.foundation.recurrent_segments import by_heads
 from omnitrain.ops.attention.packed_context import PackedSequence, inside
 from tests.families import FAMILIES
 

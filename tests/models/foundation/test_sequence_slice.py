@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from omnitrain.models.foundation.sequence_slice import cut_pack, filled_up, local_positions
+from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
+from omnitrain.models.omni.encode import filled_up
 from omnitrain.plan.sequence import split_sequence
+from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack
 
 
@@ -32,8 +34,8 @@ def test_tokens_are_found_in_any_order_and_not_where_they_are_not() -> None:
 
 def test_a_row_is_filled_up_with_a_sample_of_its_own() -> None:
     text = pack("text")
-    longer = filled_up(text, text)
-    assert longer.info.lengths == text.info.lengths * 2 and longer.cu_seqlens.tolist()[-1] == longer.num_tokens
+    longer = filled_up(any_to_any(), text, SimpleNamespace(num_tokens=text.num_tokens + 3))
+    assert longer.info.lengths == (*text.info.lengths, 3) and longer.cu_seqlens.tolist()[-1] == longer.num_tokens
     assert torch.equal(longer.text_rows, text.text_rows)
 
 

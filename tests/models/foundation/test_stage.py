@@ -14,6 +14,7 @@ from omnitrain.models.contract.cache import contract_path
 from omnitrain.models.contract.stages import check_stages, stage_contract_of
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.stage import BlockSpan
+from omnitrain.models.omni.stage import StageInput
 from tests.families import FAMILIES
 from tests.models.plain import Pair, pair_of
 from tests.models.staged import detached, staged_step, unequal, whole_step, with_layers
@@ -55,7 +56,7 @@ def test_deepstack_levels_are_read_by_the_stage_that_has_their_block() -> None:
     reads = [contract.reads(level, *span) for span in ((0, 1), (1, 4)) for level in contract.levels]
     assert reads == [True, False, False, True]
     encoded, results = detached(model.encode_media(pack))
-    first = model.run_stage(encoded, BlockSpan(0, 1, 4), None)
+    first = model.run_foundation(encoded, StageInput(BlockSpan(0, 1, 4)))
     assert isinstance(first, Tensor) and first.shape == (1, pack.num_tokens, 64)
     first.sum().backward()
     assert len(results) == 2 * 3  # of images and of videos: embeddings and two levels
@@ -72,7 +73,8 @@ def test_a_later_stage_has_the_same_gradients_with_images_as_without() -> None:
         pack = Pack.from_samples(samples)
         hidden = torch.randn(1, pack.num_tokens, 64, requires_grad=True)
         model.zero_grad(set_to_none=True)
-        model.run_stage(detached(model.encode_media(pack))[0], BlockSpan(2, 4, 4), hidden).text.sum.backward()
+        encoded, stage = detached(model.encode_media(pack))[0], StageInput(BlockSpan(2, 4, 4), (hidden,))
+        model.run_foundation(encoded, stage).text.sum.backward()
         reached.append({name for name, parameter in model.named_parameters() if parameter.grad is not None})
     assert reached[0] == reached[1] and "foundation.multi_modal_projector.linear_1.weight" in reached[0]
 
@@ -124,7 +126,7 @@ def test_a_stage_runs_only_its_blocks_and_leaves_the_model_as_it_was() -> None:
     before = list(blocks)
     encoded = model.encode_media(pack)
     arrived = torch.randn(1, pack.num_tokens, 64)
-    model.run_stage(encoded, BlockSpan(1, 3, 4), arrived)
+    model.run_foundation(encoded, StageInput(BlockSpan(1, 3, 4), (arrived,)))
     for handle in handles:
         handle.remove()
     ran = {name.removeprefix("model.layers.").split(".")[0] for name in called if name.startswith("model.layers.")}
@@ -140,7 +142,7 @@ def test_a_cut_at_which_the_model_is_not_exact_is_refused_with_the_measurement()
     assert contract.needs_embeddings and contract.cuts and contract.refused
     cut = next(iter(contract.refused))
     with pytest.raises(UserError, match=rf"Gemma4ForConditionalGeneration cannot be cut before block {cut}: it fails"):
-        model.run_stage(model.encode_media(pack), BlockSpan(0, cut, 5), None)
+        model.run_foundation(model.encode_media(pack), StageInput(BlockSpan(0, cut, 5)))
 
 
 def test_a_stage_contract_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

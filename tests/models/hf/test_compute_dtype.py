@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import local_torch_dtype
 
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.compute_dtype import compute_in
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.rounding import Rounding, Step

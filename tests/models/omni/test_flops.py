@@ -13,12 +13,12 @@ from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.adapters.lora import add_lora
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.flops import ModelFlops
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.ops.flops import Flops, Passes, Recomputed, count
 from omnitrain.parallel.adapter_plan import adapters_for
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from tests.families import FAMILIES
 from tests.tiny import EXPERTS, FOUNDATION, SIGLIP, tiny_model, tiny_processor, tiny_samples
 

@@ -15,8 +15,8 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError, WeightsError
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.models.omni.encode import MicroBatchWork, call_component
-from omnitrain.models.omni.freeze import freeze
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
 from tests.tiny import FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
 
@@ -104,7 +104,7 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
     assert with_heads.losses["text"].sum.item() == alone.losses["text"].sum.item()
     for _ in range(2):
         made = [call_component(model, name, {}, {name: 3}) for name in (*model.encoder_names, *model.decoder_names)]
-    assert [len(calls.minimal) for calls in made] == [3] * 4 and not any(len(calls.joined[0]) for calls in made)
+    assert [len(idle) for _, idle in made] == [3] * 4 and not any(len(features.main) for features, _ in made)
     assert len(built) == 2
 
 

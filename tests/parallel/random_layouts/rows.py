@@ -11,7 +11,7 @@ import numpy as np
 
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 
 STEPS = 2
 EMPTY = "-"  # an empty field in a line

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_adapters
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from tests.covering import PRECISIONS, covering, pairs_in_fp32
 from tests.families import FAMILIES
 from tests.models.staged import with_layers

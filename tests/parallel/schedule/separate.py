@@ -14,16 +14,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_in_all
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from tests.covering import PRECISIONS, covering, pairs_in_fp32
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
@@ -163,6 +164,15 @@ def each_value(cases: Sequence[C]) -> list[list[C]]:
         missing -= set(enumerate(best))
         taken.setdefault(best.reference, []).append(best)
     return list(taken.values())
+
+
+def in_turn(groups: Sequence[list[C]], first: int) -> list[Any]:
+    """Parameters of a test for groups of :func:`each_value`; those after the ``first`` ones are second cases."""
+    marks = [() if index < first else pytest.mark.second for index in range(len(groups))]
+    return [
+        pytest.param(cases, id=" ".join(cases[0].reference), marks=mark)
+        for cases, mark in zip(groups, marks, strict=True)
+    ]
 
 
 def internvl(heads: int) -> PreTrainedModel:

@@ -12,8 +12,7 @@ import torch
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import MicroBatchWork, own_calls
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import MicroBatchWork, idle_prompt, own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool

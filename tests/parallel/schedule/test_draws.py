@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel

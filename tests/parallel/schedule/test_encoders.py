@@ -183,7 +183,9 @@ def memory_that_waits() -> list[tuple[int, int]]:
 
     def noted(self: StepGraph, micro_batch: int) -> None:
         take(self, micro_batch)
-        kinds = [kind for w in self._read.values() for kind in (w.held, w.leaves, w.gradients)]
+        kinds = [
+            kind for w in self._nodes["image_encoder"].windows.values() for kind in (w.held, w.leaves, w.gradients)
+        ]
         tensors = [tensor for kind in kinds for tensors in kind.values() for tensor in tensors]
         memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         found.append((self.waiting_bytes("image_encoder"), sum(memory.values())))

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from omnitrain.models.contract.samples import probe_samples
-from omnitrain.models.discovery import init_peaked_
+from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.parallelize import build_parallelize_model

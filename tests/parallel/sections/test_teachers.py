@@ -19,7 +19,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.parallel.resolve.plans import resolve_without_ranks

@@ -20,7 +20,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import LostRankError
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.models.omni.idle import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.parallel.step.plan import StepPlanner

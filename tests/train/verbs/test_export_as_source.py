@@ -20,7 +20,7 @@ from omnitrain.models.hf.load import config_at, foundation_class
 from omnitrain.models.hf.source_checkpoint import SourceCheckpoint
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES

@@ -22,7 +22,7 @@ from omnitrain.models.adapters.lora import add_lora, find_in_all
 from omnitrain.models.hf.load import as_dict, config_at, foundation_class
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.recipe.lora import Lora
+from omnitrain.recipe.plan_groups import Lora
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.verbs.export import export
 from tests.families import FAMILIES

@@ -77,9 +77,6 @@ class NixlCarrier:
     senders of a message when its slot is free. A sender copies rows into registered memory of its own, and a thread
     starts the write when the slot is free and drives it: UCX needs calls from the sender to finish a write. All ranks
     must create it.
-
-    ``senders``: global ranks of the section that sends. ``receivers``: global ranks of the section that receives.
-    ``slots``: number of messages for which a receiver has room. Raises UserError: NIXL is not installed.
     """
 
     def __init__(self, senders: Sequence[int], receivers: Sequence[int], slots: int) -> None:

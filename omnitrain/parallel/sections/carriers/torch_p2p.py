@@ -41,9 +41,7 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         """Wait until the tensors are at the other end, and return them. On a GPU, only the current stream waits.
 
-        After ``timeout_s`` seconds (None: the limit of the process group), gloo breaks all connections of the group.
-
-        Raises LostRankError: the other rank has ended, or did nothing within the limit.
+        After ``timeout_s`` seconds (None: the group's), gloo breaks all connections of the group. Raises LostRankError.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._works:  # each is waited for once: a second wait for a send of gloo never ends
@@ -59,19 +57,12 @@ class Transfer:
 
 
 def send_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Begin to send tensors of any shapes, which must not change before the transfer has ended.
-
-    ``tensors``: of one message. ``group``: with this rank and the other one. ``peer``: rank of the receiver in
-    ``group``. ``number``: of the message, equal on both sides, and below 2**22.
-    """
+    """Begin to send a message's tensors, not to be changed before the end; ``number`` is below 2**22 on both sides."""
     return _begun(dist.isend, [tensor.detach().contiguous() for tensor in tensors], group, peer, number)
 
 
 def receive_tensors(buffers: Sequence[Tensor], group: dist.ProcessGroup, peer: int, number: int) -> Transfer:
-    """Post the receives of a message from ``peer``; see :func:`send_tensors`.
-
-    ``buffers``: contiguous, with the shapes, dtypes and device of the tensors that will come.
-    """
+    """Post the receives of a message (:func:`send_tensors`) from ``peer`` into contiguous ``buffers``."""
     return _begun(dist.irecv, list(buffers), group, peer, number)
 
 
@@ -137,12 +128,9 @@ class TorchCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
 
     Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
-    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first
-    of the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others
-    wait in the group's stream.
-
-    ``group``: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
-    ``device``: of the messages.
+    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first of
+    the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others wait
+    in the stream of the group, which this direction of this edge uses alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -174,10 +162,7 @@ class TorchCarrier:
 
 
 def torch_carrier(senders: Sequence[int], receivers: Sequence[int], device: torch.device) -> TorchCarrier:
-    """Make the carrier of an edge between global ranks: gloo on the host, NCCL on GPUs.
-
-    All ranks of the world call it, in the same order relative to other groups.
-    """
+    """Make an edge's carrier, of gloo or NCCL. All ranks of the world call it, in one order with other groups."""
     members = sorted({*senders, *receivers})
     if device.type == "cpu":
         return TorchCarrier(new_group(members, "section_edge", "gloo"), device)

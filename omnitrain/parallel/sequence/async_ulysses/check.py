@@ -312,10 +312,7 @@ class AsyncUlyssesModules:
 
 
 def apply_async_ulysses(model: OmniModel, sp: int) -> AsyncUlyssesModules:
-    """Apply async Ulysses for ``sp`` ranks to the attention modules that support it on all ranks; all must call it.
-
-    The model is not sharded yet, with all other replacements of layers' forwards done.
-    """
+    """Apply async Ulysses where all ranks, which must call this, support it; the model is not sharded yet."""
     foundation: Any = model.foundation
     layouts = attention_layouts(foundation, model.runner.contract)
     classes = {name for name, _ in layouts}

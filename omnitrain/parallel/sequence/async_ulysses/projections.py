@@ -109,11 +109,7 @@ def project_and_gather(x: Tensor, projections: Sequence[Projection], exchange: T
 
 
 def scatter_and_project(x: Tensor, projection: Projection, exchange: TokenExchange) -> Tensor:
-    """Exchange the whole sequence of this rank's heads for its tokens with all heads, and project them.
-
-    ``[all tokens, features of the local heads] -> [local tokens, output features]``; the *input* features of the
-    projection are concatenated heads.
-    """
+    """Exchange ``[all tokens, features of local heads]`` for ``[local tokens, all heads]``, and project those."""
     return _ScatterAndProject.apply(projection.spans, exchange, x, *projection.parameters)
 
 
