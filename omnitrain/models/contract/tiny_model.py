@@ -69,7 +69,8 @@ def tiny_config(
     _cut_positions(text)
     for node in config_nodes(small):
         _cap(node, _random_keys(node), 0.0)
-    _cut_vocabulary(small)
+    if getattr(small, "vocabulary_map", None) is None:  # else the model's own tables have all ids
+        _cut_vocabulary(small)
     return small
 
 
@@ -246,8 +247,6 @@ def _cut_vocabulary(config: PreTrainedConfig) -> None:
     special = sorted({token for node in nodes for values in _tokens(node).values() for token in values})
     text = config.get_text_config(decoder=True)
     if text.vocab_size <= TINY_VOCABULARY and all(token < text.vocab_size for token in special):
-        return
-    if any(getattr(node, "vocabulary_map", None) for node in nodes):  # the model's own tables have all ids
         return
     moved = {token: TINY_VOCABULARY - 1 - index for index, token in enumerate(special)}
     full = text.vocab_size
