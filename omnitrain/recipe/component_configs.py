@@ -97,6 +97,18 @@ class FlowDecoderConfig(PreTrainedConfig):
     initializer_range: float = 0.02
 
 
+class InContextDecoderConfig(PreTrainedConfig):
+    """Config of ``InContextDecoder``; attributes as in :class:`FlowDecoderConfig`."""
+
+    model_type = "omnitrain_in_context_decoder"
+
+    tokenizer: dict | None = None
+    hidden_size: int = 0
+    image_size: int | None = None
+    num_steps: int = 16
+    initializer_range: float = 0.02
+
+
 class PatchCodecConfig(PreTrainedConfig):
     """Config of ``PatchCodec``; ``patch_size``: side of the square of pixels that is one token."""
 
@@ -130,6 +142,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
         TeacherConfig,
         TokenDecoderConfig,
         FlowDecoderConfig,
+        InContextDecoderConfig,
         MelVQConfig,
         PatchCodecConfig,
     )

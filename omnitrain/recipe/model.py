@@ -65,14 +65,23 @@ class Encoder(Strict):
 
 
 class Flow(Strict):
-    """The velocity network of a decoder that writes latents, and how it generates."""
+    """How a decoder writes latents: by a flow from noise."""
 
+    kind: Literal["head", "in_context"] = "head"
+    """`head`: latent by latent, by a small velocity network on each hidden state; `in_context`: all latents of an image
+    at once, by the foundation, in which they see each other."""
     width: int = Field(256, ge=1)
-    """Width of the network."""
+    """Width of the network of `head`."""
     depth: int = Field(3, ge=1)
-    """Number of its residual blocks."""
+    """Number of residual blocks of the network of `head`."""
     num_steps: int = Field(16, ge=1)
-    """Euler steps from noise to a latent, in generation."""
+    """Euler steps from noise to latents, in generation."""
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the keys of the network that the kind does not have."""
+        if self.kind == "in_context":
+            for key in ("width", "depth"):
+                yield Idle(key, "but with `kind: in_context` the foundation is the network; remove it")
 
 
 class Decoder(Strict):

@@ -179,7 +179,7 @@ class OmniProcessor:
             return Rejected(row.id, row.source, str(error), index)
         if not len(sample):
             return Rejected(row.id, row.source, "no tokens: the row has no messages", index)
-        return replace(sample, index=index)
+        return replace(sample, index=index, seed=None if for_generation else sample.seed)
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
         native, written = self.renderer.native_modalities, self.renderer.written_modalities

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
@@ -29,7 +30,7 @@ from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention.install import use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, seeing_blocks
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
@@ -79,6 +80,20 @@ class FoundationRunner:
         self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
+
+    @property
+    def why_causal(self) -> str:
+        """Why no token can see a later one, whatever the masks are; empty: it can."""
+        if self.contract.attention != "omnitrain":
+            return "it has attention code of its own"
+        is_recurrent = self.contract.segmented or not self.has_keys_alone
+        return "it has recurrent layers" if is_recurrent else ""
+
+    @property
+    def has_keys_alone(self) -> bool:
+        """Whether its layers keep keys and values, and no other state."""
+        layers = DynamicCache(config=self.model.config).layers
+        return {*map(type, layers)} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""
@@ -189,7 +204,8 @@ class FoundationRunner:
             self.in_forward.require_whole_model(pack)
         local = pack if sequence_slice is None else cut_pack(pack, sequence_slice)
         read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
-        with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
+        read_rows = None if pack.forward_inputs else ReadRows(read, local.num_tokens)
+        with reading(read_rows), seeing_blocks(pack.block_ids):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
     def _loss(

@@ -21,6 +21,7 @@ from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.flow import FlowDecoder
+from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.encoders.audio import AudioEncoder
@@ -47,6 +48,7 @@ from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
     FlowDecoderConfig,
+    InContextDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -61,7 +63,7 @@ Node = TypeVar("Node", bound=BaseModel)
 Components = dict[str, dict[str, PreTrainedModel]]
 """Kind (`encoders`, `decoders`, `teachers`) -> component name -> the component."""
 
-_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
+_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, InContextDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
 def build_foundation_model(
@@ -430,7 +432,10 @@ def _codec_decoder(
         "image_size": spec.image_size,
     }
     if hasattr(tokenizer, "num_channels"):
-        return FlowDecoder(FlowDecoderConfig(**shared, **spec.flow.model_dump()), tokenizer)
+        flow = spec.flow.model_dump(exclude={"kind"})
+        if spec.flow.kind == "head":
+            return FlowDecoder(FlowDecoderConfig(**shared, **flow), tokenizer)
+        return InContextDecoder(InContextDecoderConfig(**shared, num_steps=flow["num_steps"]), tokenizer)
     of_codes = {key: getattr(spec, key) for key in ("image_sizes", "num_codebooks", "max_tokens")}
     config = TokenDecoderConfig(**shared, **of_codes, of_foundation=names)
     return TokenDecoder(config, tokenizer) if names is None else decoder_of(base, config)

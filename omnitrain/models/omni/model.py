@@ -29,6 +29,7 @@ from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
 from omnitrain.models.decoders.flow import FlowDecoder
+from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing, rest_codecs
@@ -54,6 +55,7 @@ from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
     FlowDecoderConfig,
+    InContextDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -121,6 +123,12 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
         self.find_draws()
+        for name, decoder in self.decoders.items():
+            if runner.why_causal and decoder.adapter().is_block:
+                raise UserError(
+                    f"model.decoders.{name}: the tokens of an image must see each other, but in "
+                    f"{type(self.foundation).__name__} they cannot: {runner.why_causal}; set `flow.kind: head`"
+                )
         for name in self.teachers:
             try:
                 assert self.get_submodule(name).runner is not None  # checked before the model is sharded
@@ -388,7 +396,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
-            predicted_from = pack.targets[name].positions - 1 if name in encoded.labels else pack.text_rows[:0]
+            predicted_from = pack.targets[name].predicted_from if name in encoded.labels else pack.text_rows[:0]
             index, positions = local_positions(sequence_slice, predicted_from)
             if len(positions):
                 labels = encoded.labels[name][to_device(index, hidden.device)]
@@ -429,6 +437,7 @@ for _config, _model in (
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
     (FlowDecoderConfig, FlowDecoder),
+    (InContextDecoderConfig, InContextDecoder),
 ):
     AutoModel.register(_config, _model)
 
