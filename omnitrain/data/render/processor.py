@@ -183,12 +183,12 @@ class OmniProcessor:
         return replace(sample, index=index, seed=None if for_generation else sample.seed)
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
-        native = self.renderer.native_modalities
+        native, written = self.renderer.native_modalities, self.renderer.written_modalities
         for part in parts:
-            if self._media.handles(part) or (part.modality in native and not part.is_target):
+            if self._media.handles(part) or part.modality in (written if part.is_target else native):
                 continue
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
-            able = sorted(self.writers if part.is_target else {*self.readers, *native})
+            able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
             refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
             why = f" (the foundation cannot read it: {refused})" if refused else ""
             raise UserError(
