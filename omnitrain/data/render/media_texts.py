@@ -33,6 +33,15 @@ class Insert(ABC):
 
 
 @dataclass(frozen=True)
+class AddedText(Insert):
+    """A text that the foundation's processor adds to a conversation."""
+
+    def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
+        """Return no spans: it has no media."""
+        return []
+
+
+@dataclass(frozen=True)
 class AttachedInsert(Insert):
     """Items of attached components, by name: of each its start token, and the same token for each of its features."""
 
@@ -59,6 +68,7 @@ class NativeInsert(Insert):
     row_id: str
     medium: Medium
     expansion: Expansion
+    is_target: bool  # whether the foundation learns to write it
 
     def rows(self, tokens: PlacedTokens, native: NativeInputs, modality: str) -> np.ndarray:
         """Return ``[rows]``: the indices of the placeholder tokens of one of its modalities."""

@@ -111,7 +111,8 @@ class OmniDataCollatorWithPacking:
         spans = self._spans(ids, media)
         trained = _trained(ids, labels)
         for span in spans:
-            trained[span.positions] = False
+            is_written = labels is not None and span.component.removeprefix(NATIVE_PREFIX) in self._native.written
+            trained[span.positions] &= is_written
         token_inputs = self._token_inputs(ids, trained, per_token)
         if positions is None and self._native.positions is not None:
             of_items = {modality: [items] for modality, items in media.items()}

@@ -25,6 +25,7 @@ from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.media_texts import (
+    AddedText,
     AttachedInsert,
     ForwardEncoder,
     ForwardInsert,
@@ -72,6 +73,7 @@ class TemplateRenderer(Renderer):
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
         self.native = _as_shown(processor, native or NativeInputs({}))
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
+        self.written_modalities = self.native.written
         self.refused_modalities = self.native.refused
         self.reads = self.template.keys
         self.chat = starts or ChatFormat()
@@ -107,12 +109,15 @@ class TemplateRenderer(Renderer):
         if any(isinstance(insert, ForwardInsert) for insert in inserts):
             self._require_one_way(inserts)
             return self._forward.encode(row, text, answers, inserts, adds_special=self._adds_special(text))
-        tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
+        before, after = self._expander.around if self._expander else ("", "")
+        added = AddedText((0, 0), before), *inserts, AddedText((len(text), len(text)), after)
+        tokens = PlacedTokens.of(self.tokenizer, text, added, adds_special=self._adds_special(text))
         trained = tokens.covered(answers)
         spans: list[MediaSpan] = []
         for insert in inserts:
+            is_written = isinstance(insert, NativeInsert) and insert.is_target
             for span in insert.spans(tokens, self.native):
-                trained[span.positions] = False
+                trained[span.positions] &= is_written
                 spans.append(span)
         self._check_placeholders(tokens, spans)
         token_inputs = self._token_inputs(tokens, trained, inserts)
@@ -178,7 +183,7 @@ class TemplateRenderer(Renderer):
             expansion = self._native_expander.expand(medium)
         for modality, features in expansion.features.items():
             self._require_passed(modality, features)
-        return NativeInsert(at, expansion.text, row.id, medium, expansion)
+        return NativeInsert(at, expansion.text, row.id, medium, expansion, part.is_target)
 
     def _require_passed(self, modality: str, features: Features) -> None:
         """Raise if the processor returns arguments that the foundation takes and would not get."""

@@ -21,7 +21,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
 from omnitrain.models.contract.tiny_model import build_tiny_model
-from omnitrain.models.discovery import discover, failure_of_model
+from omnitrain.models.discovery import discover, failure_of_model, rest_codecs
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.ops.attention.packed_context import PackedSequence
@@ -58,6 +58,7 @@ class Trial:
     def __init__(self, tiny_model: PreTrainedModel, contract: Contract) -> None:
         self.plain = tiny_model.train()  # transformers runs it
         self.native = discover(self.plain)
+        rest_codecs(self.plain, self.native)
         self.cases: list[PlainRun] = []  # the probes that it accepts
         self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
         self.contract = contract

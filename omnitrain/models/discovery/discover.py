@@ -158,6 +158,15 @@ class Discovery:
         return {modality: interface.token_id for modality, interface in self.interfaces.items()}
 
 
+def rest_codecs(model: nn.Module, discovery: Discovery) -> None:
+    """Freeze media tokenizers whose codes are words, in evaluation mode: codes have no gradient."""
+    owners = {each.component for each in discovery.interfaces.values() if each.are_words}
+    owned = {path for component in owners for path in discovery.components[component]}
+    for name, module in model.named_modules() if owned else ():
+        if owned.issuperset(path for path, _ in module.named_parameters(prefix=name)):
+            module.eval().requires_grad_(False)
+
+
 def discover(model: PreTrainedModel) -> Discovery:
     """Find what a model's feature methods read and give by tiny inputs, once per class, config and modules."""
     modules = ((name, type(module)) for name, module in model.named_modules())
@@ -297,6 +306,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         forward_arguments=discovery.forward_arguments,
         refused=discovery.refused,
         media_arguments={modality: interface.arguments for modality, interface in discovery.interfaces.items()},
+        written=frozenset(modality for modality, interface in discovery.interfaces.items() if interface.are_words),
         video_marks=discovery.extras.video_marks,
     )
 

@@ -21,7 +21,7 @@ from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.outputs import Apart, FoundationOutput, media_calls
-from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
+from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override, rest_codecs
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
@@ -52,6 +52,8 @@ class EncodedMedia:
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
     teachers: dict[str, Tensor] = field(default_factory=dict)
+    # ids ``[n]`` in the place of placeholders, of media that are words of the vocabulary: positions as of `inserted`
+    words: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class FoundationRunner:
@@ -61,12 +63,14 @@ class FoundationRunner:
         """Replace the attention of ``model`` and the forwards that the contract names; ``native``: None: discovered."""
         self.model, self.contract = model, contract
         self.native: Discovery = native or discover(model)  # before we replace the model's attention
+        rest_codecs(model, self.native)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
         self.loss_backend = "auto"  # of linear_cross_entropy
         self.loss_function: TokenFunction | None = None  # of the text; None: cross entropy
         self.token_metrics: Mapping[str, TokenFunction] = {}  # of the predicted text tokens
+        self._writes_words = any(interface.are_words for interface in self.native.interfaces.values())
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()  # classes of models that do not use the registered attention
         if self.contract.attention == "omnitrain":
@@ -210,6 +214,7 @@ class FoundationRunner:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
         terms: list[LossTerm] = []
+        untouched: list[Tensor] = []  # logits, before the forward writes over them
         text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
         how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
 
@@ -218,6 +223,7 @@ class FoundationRunner:
             states.append(hidden)
             if self.contract.head != "inside":
                 logits: Tensor = lm_head.forward(hidden[:, text_rows])
+                untouched.extend([logits[0].clone()] * self._writes_words)
                 return logits
             weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
@@ -229,6 +235,8 @@ class FoundationRunner:
             (term,), (hidden,) = terms, states
             return term, hidden
         logits = output.logits[0] if states else output.logits[0][text_rows]  # all logits: the head was not called
+        if untouched:
+            logits = _unmasked(logits, untouched[0], labels)
         return cross_entropy_rows(logits, labels, count=labels.numel(), **how), states[0] if states else None
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
@@ -284,6 +292,7 @@ class FoundationRunner:
         None: the whole model. Returns the model's output; of a stage that is not the last, the hidden states for the
         next one.
         """
+        input_ids = with_words(input_ids, media.words)
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
         native, inserted = media.native, media.inserted
@@ -314,10 +323,25 @@ class FoundationRunner:
         return {name: value for name, value in values.items() if self._takes_any or name in self._parameters}
 
 
+def with_words(input_ids: Tensor, words: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return ids ``[B, T]`` with words (:attr:`EncodedMedia.words`) in the place of placeholders."""
+    for positions, ids in words:
+        flat = input_ids.flatten().index_copy(0, to_device(positions, input_ids.device), ids)
+        input_ids = flat.view_as(input_ids)
+    return input_ids
+
+
 def _of_pack(pack: Pack) -> dict[str, Any]:
     if pack.forward_inputs:
         return {"use_cache": False, **pack.forward_inputs, **pack.token_inputs}
     return {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+
+
+def _unmasked(logits: Tensor, untouched: Tensor, labels: Tensor) -> Tensor:
+    """Logits ``[n, classes]``, of which rows whose label the forward forbids have what it forbids: words of media."""
+    forbidden = logits == torch.finfo(logits.dtype).min
+    rows = forbidden.gather(1, labels[:, None])
+    return torch.where(forbidden & rows, untouched, logits)
 
 
 def _stop(*_: Any) -> Any:

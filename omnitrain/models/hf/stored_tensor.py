@@ -371,13 +371,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
 }
 # Their results depend on shapes alone.
 _WITHOUT_VALUES = {
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     aten.new_empty_strided.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
 }

@@ -309,6 +309,10 @@ class _Foundation:
                 sample = torch.bucketize(positions, ends, right=True)
                 columns = positions - (ends - lengths)[sample] + pads[first + sample]
                 self.inserted.append(_Cells(first + sample, columns, embeds))
+            for positions, ids in of_pack.words:
+                sample = torch.bucketize(positions, ends, right=True)
+                columns = positions - (ends - lengths)[sample] + pads[first + sample]
+                self.input_ids[first + sample, columns] = ids.to(self.input_ids.device)
             first += len(lengths)
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:

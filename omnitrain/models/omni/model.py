@@ -32,7 +32,7 @@ from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, give_back
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.discovery import config_nodes, native_inputs, refusing
+from omnitrain.models.discovery import config_nodes, native_inputs, refusing, rest_codecs
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
@@ -40,7 +40,7 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up, require_no_words
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
@@ -272,6 +272,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
         rest_frozen_statistics(self)
+        if "runner" in vars(self):
+            rest_codecs(self.foundation, self.runner.native)
         return self
 
     def activation_checkpointing_enable(
@@ -341,6 +343,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             )
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
+        if stage is not None:
+            require_no_words(self, pack)
         encoded = self.encode_media(pack, work, stage)
         output = self.run_foundation(encoded, stage)
         if isinstance(output, FoundationOutput):

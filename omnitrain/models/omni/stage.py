@@ -38,6 +38,8 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
     for name in (name for names in model.media_names.values() for name in names):
         if name.startswith(NATIVE_PREFIX) and name in pack.inputs:
             modality = name.removeprefix(NATIVE_PREFIX)
+            if model.runner.native.interfaces[modality].are_words:
+                continue
             if number := len(local_positions(sequence_slice, pack.inputs[name].positions)[0]):
                 key = first.setdefault(model.runner.native.interfaces[modality].token_id, modality)
                 numbers[key] = numbers.get(key, 0) + number
