@@ -17,7 +17,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from omnitrain.models.hf.load import foundation_class, model_class
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.shipped import list_recipes
+from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats

@@ -70,6 +70,8 @@ class Flow(Strict):
     kind: Literal["head", "in_context"] = "head"
     """`head`: latent by latent, by a small velocity network on each hidden state; `in_context`: all latents of an image
     at once, by the foundation, in which they see each other."""
+    patch_size: int = Field(1, ge=1)
+    """Side of the square of the tokenizer's latents that is one token."""
     width: int = Field(256, ge=1)
     """Width of the network of `head`."""
     depth: int = Field(3, ge=1)
@@ -89,9 +91,9 @@ class Decoder(Strict):
 
     tokenizer: Source | None = None
     """The frozen media tokenizer. Codes: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec,
-    DAC, Mimi) or omnitrain's mel-VQ for audio. Latents: omnitrain's patches of pixels. A string is short for
-    {path: ...}. Unset: the one of the foundation, with the embedding and the head that the foundation has for its codes
-    (Janus)."""
+    DAC, Mimi) or omnitrain's mel-VQ for audio. Latents: an AutoencoderKL of diffusers, or omnitrain's patches of
+    pixels. A string is short for {path: ...}. Unset: the one of the foundation, with the embedding and the head that
+    the foundation has for its codes (Janus)."""
     image_size: int | None = Field(None, ge=1)
     """Side of the square target images, in pixels. Images only. Unset: the only size of the tokenizer (Janus)."""
     image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)

@@ -90,6 +90,7 @@ STANDS: dict[str, Always | Idle] = {
     "Decoder.num_codebooks": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.num_codebooks=2"),
     "Decoder.max_tokens": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.max_tokens=9"),
     "Flow.kind": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.kind=in_context"),
+    "Flow.patch_size": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.patch_size=2"),
     "Flow.width": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.width=8"),
     "Flow.depth": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.depth=2"),
     "Flow.num_steps": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.num_steps=2"),

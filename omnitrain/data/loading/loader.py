@@ -24,8 +24,7 @@ from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameS
 from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.condition import dropped_kinds
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, dropped_kinds
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise

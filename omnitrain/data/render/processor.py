@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
 from omnitrain.data.render.component_media import AttachedMedia, ComponentAdapter
-from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
@@ -24,11 +25,11 @@ from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import is_file
-from omnitrain.data.sources.rows import Row
+from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
-from omnitrain.recipe.data import Overlong
+from omnitrain.recipe.data import ConditionDropout, Overlong
 
 _SETTINGS_FILE = "omni_processor.json"
 
@@ -343,3 +344,32 @@ def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
     files = {modality: iter(values) for modality, values in row.media.items()}
     parts = (media_parts([message]) for message in row.messages)
     return [[(part.modality, next(files[part.modality])) for part in of_message] for of_message in parts]
+
+
+CONDITION = frozenset({"text", *MODALITIES})
+_STREAM = 1  # of random numbers: other users of seed and index draw others
+
+
+def without_condition(row: Row, messages: Sequence[Message], kinds: Collection[str]) -> tuple[Row, list[Message]]:
+    """Return a row and its messages; all but the assistant's have lost parts of ``kinds``; ``text``: tools, too."""
+    kept = [part for part in media_parts(list(messages)) if part.is_target or part.modality not in kinds]
+    media = {
+        modality: [file for part in kept if part.modality == modality for file in files[part.position :][:1]]
+        for modality, files in row.media.items()
+    }
+    row = replace(row, media=media, tools=None if "text" in kinds else row.tools)
+    return row, [one if one["role"] == "assistant" else _without(one, kinds) for one in messages]
+
+
+def _without(message: Message, kinds: Collection[str]) -> Message:
+    return message | {"content": [part for part in content_parts(message) if part["type"] not in kinds] or ""}
+
+
+def dropped_kinds(dropout: ConditionDropout, seed: int, index: int) -> frozenset[str]:
+    """Return what the sample of a position in the global data order loses: a function of its arguments alone."""
+    if dropout == ConditionDropout():
+        return frozenset()
+    whole, *draws = np.random.default_rng((seed, index, _STREAM)).random(1 + len(CONDITION)).tolist()
+    kinds = zip(sorted(CONDITION), draws, strict=True)
+    lost = {kind for kind, draw in kinds if whole < dropout.whole or draw < getattr(dropout, kind)}
+    return frozenset(lost)

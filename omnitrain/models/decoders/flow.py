@@ -79,7 +79,7 @@ class LatentDecoder(CodecDecoder):
     @cached_property
     def codec(self) -> ImageLatents:
         """The converter of media to latents and back."""
-        return ImageLatents(self.tokenizer, self.config.image_size)
+        return ImageLatents(self.tokenizer, self.config.image_size, self.config.patch_size)
 
     @property
     def settings(self) -> set[str]:

@@ -24,6 +24,7 @@ from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.decoders.vae import vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
@@ -423,9 +424,7 @@ def _codec_decoder(
     if names is not None:
         tokenizer = base.get_submodule(names["tokenizer"])
     else:
-        tokenizer = resolve(
-            ready if ready is not None else _described(spec.tokenizer, init_device), dtype=torch.float32
-        )
+        tokenizer = ready or _tokenizer(cast(HFSource, spec.tokenizer), init_device)
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),
@@ -435,10 +434,17 @@ def _codec_decoder(
         flow = spec.flow.model_dump(exclude={"kind"})
         if spec.flow.kind == "head":
             return FlowDecoder(FlowDecoderConfig(**shared, **flow), tokenizer)
-        return InContextDecoder(InContextDecoderConfig(**shared, num_steps=flow["num_steps"]), tokenizer)
+        flow = {key: flow[key] for key in ("patch_size", "num_steps")}
+        return InContextDecoder(InContextDecoderConfig(**shared, **flow), tokenizer)
     of_codes = {key: getattr(spec, key) for key in ("image_sizes", "num_codebooks", "max_tokens")}
     config = TokenDecoderConfig(**shared, **of_codes, of_foundation=names)
     return TokenDecoder(config, tokenizer) if names is None else decoder_of(base, config)
+
+
+def _tokenizer(source: HFSource, init_device: str) -> PreTrainedModel:
+    """Load or build a media tokenizer, of transformers or of diffusers."""
+    vae = None if source.path is None else vae_at(source.path, with_weights=init_device != "meta")
+    return vae or resolve(_described(source, init_device), dtype=torch.float32)
 
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from statistics import mode
 
 import numpy as np
@@ -275,3 +278,18 @@ def test_a_foundation_that_cannot_look_ahead_is_refused() -> None:
     model = build_omni_model(foundation=FAMILIES["qwen3_next"](), decoders=decoders)
     with pytest.raises(UserError, match=r"decoders.image_decoder: .* it has recurrent layers; set `flow.kind: head`"):
         assert model.runner
+
+
+def test_a_vae_that_cannot_be_loaded_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> OmniModel:
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+        decoder = {"tokenizer": str(tmp_path), "image_size": 8}
+        return build_omni_model(foundation=FOUNDATION, decoders={"image_decoder": decoder})
+
+    with pytest.raises(
+        UserError, match=r"image_decoder: .* has the class AutoencoderDC of diffusers; expected an Autoenc"
+    ):
+        load("AutoencoderDC")
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UserError, match=r"an AutoencoderKL needs diffusers .*pip install 'omnitrain\[vae\]'"):
+        load("AutoencoderKL")
