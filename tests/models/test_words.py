@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, BatchFeature, Emu3Processor, PreTrainedModel
@@ -20,10 +22,12 @@ from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
 from tests.models.decoders.test_decoders import VQ
 from tests.models.test_janus import row
 from tests.tiny_processors import byte_tokenizer, chatml, processor_class
+from tests.train.verbs.test_export_as_source import saved
 
 IMAGE, CODES, FIRST = 2, 16, 280
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<image>", "<eol>", "<boi>", "<eoi>", "<img>", "<eof>"]
@@ -187,3 +191,19 @@ def test_an_image_of_an_answer_is_trained_as_its_processor_writes_it_and_one_of_
     assert not sample.loss_mask[read.positions].any() and sample.loss_mask[written.positions].all()
     assert [SPECIAL[id_] for id_ in sample.input_ids[written.positions[-1] + 1 :][:2]] == ["<eof>", "<eoi>"]
     assert model(Pack.from_samples([sample])).losses["text"].count == sample.loss_mask.sum()
+
+
+def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) -> None:
+    plain, source = emu3(), tmp_path / "source"
+    plain.save_pretrained(source)
+    trained = saved(tmp_path / "trained", source, moved_by=0.01)
+    export(trained, tmp_path / "plain")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "plain"))
+    assert before.keys() == after.keys()
+    assert any(name.endswith("embed_tokens.weight") and not torch.equal(before[name], after[name]) for name in before)
+    loaded, info = type(plain).from_pretrained(tmp_path / "plain", output_loading_info=True)
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        found = loaded.eval()(input_ids=ids).logits
+        expected = OmniModel.from_pretrained(trained).foundation.eval()(input_ids=ids).logits
+    assert not any(info.values()) and torch.equal(found, expected)
