@@ -115,7 +115,7 @@ def _refuse_other_options(context: typer.Context, shown: str) -> None:
 
 
 def _show_recipe(name: str, overrides: list[str] | None) -> None:
-    from omnitrain.recipe.shipped import find_recipe
+    from omnitrain.recipe.tree import find_recipe
 
     if overrides:
         raise UserError(

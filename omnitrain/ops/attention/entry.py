@@ -16,7 +16,7 @@ from omnitrain.ops.attention import packed_context
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
-from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
+from omnitrain.ops.attention.unpacked import EAGER, SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
 from omnitrain.torch_private import version_of
 
@@ -47,6 +47,11 @@ def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tenso
     padding, packed = arguments.get("attention_mask"), packed_context.packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
         return padding
+    if packed_context.has_blocks() and is_causal(arguments["mask_function"]):
+        arguments["mask_function"] = packed_context.with_blocks(arguments["mask_function"])
+        arguments["allow_is_causal_skip"] = False
+        if packed is None and implementation not in (SDPA, EAGER):
+            raise UserError(f"tokens of an image see each other, which {implementation!r} cannot; use {SDPA!r}")
     if packed is None:
         return plain_mask(implementation, **arguments)
     shape = tuple(arguments[name] for name in ("batch_size", "q_length", "kv_length"))
@@ -142,6 +147,7 @@ def _spec(
     if packed is None or not _is_packed(module, query, key, packed, mask):
         packed_context.check_recomputation(module)
         return None
+    packed_context.require_no_blocks(module)
     packed_context.relies_on_context(module)
     spec = _spec_of_layer(module, packed.offsets, mask, kwargs, packed.specs)
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)
