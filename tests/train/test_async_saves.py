@@ -101,7 +101,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param([], id="dp2"),
+        pytest.param([], id="dp2", marks=pytest.mark.second),
         pytest.param(PP2, id="pp2", marks=pytest.mark.slow),
         pytest.param(
             ["parallel.sections={towers: {components: [image_encoder], ranks: 1}}"],

@@ -83,7 +83,8 @@ def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPoo
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 1
 
 
-@pytest.mark.parametrize("interrupted_at", [1, pytest.param(3, marks=pytest.mark.second)])
+@pytest.mark.parametrize("interrupted_at", [1, 3])
+@pytest.mark.second
 def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     ranks: RankPool, tmp_path: Path, interrupted_at: int
 ) -> None:
