@@ -141,10 +141,7 @@ def planned_table(
     """Return the table of a model that is not parallelized yet.
 
     Its dtypes are the present ones of the weights. It lacks settings that only the ranks decide, such as sequence
-    parallelism.
-
-    ``model``: the model. ``plans``: component -> its complete plan. ``units``: component -> names of its FSDP units.
-    ``sections``: component -> the text of its section (:func:`section_text`); empty without sections.
+    parallelism. ``sections``: component -> :func:`section_text`.
     """
     return LayoutTable(
         _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))

@@ -177,7 +177,9 @@ def test_a_default_plan_measures_only_encoders_whose_items_are_divided(ranks: Ra
 def test_a_number_that_the_plan_gives_is_not_replaced_by_a_measured_one() -> None:
     measured, given = ComponentPlan(quadratic_cost="measured"), ComponentPlan(quadratic_cost=0.25)
     plan = ParallelPlan(components={"image_encoder": measured, "audio_encoder": given})
-    found = plan.with_quadratic_costs({"image_encoder": 0.5, "audio_encoder": 0.5, "video_encoder": 0.5})
+    found = plan.with_numbers(
+        "quadratic_cost", "measured", dict.fromkeys(("image_encoder", "audio_encoder", "video_encoder"), 0.5)
+    )
     assert {name: c.quadratic_cost for name, c in found.components.items()} == {
         "image_encoder": 0.5,
         "audio_encoder": 0.25,

@@ -27,10 +27,8 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
     These are collectives over all pipeline ranks. A window is encoded when the first stage needs the features of its
     first micro-batch, and its backward comes when the first stage has the gradients of its last one: each rank runs
     them before its first action that starts later than that, if a backward takes twice as long as a forward. What they
-    need has then started earlier on every rank, so no rank waits in a circle.
-
-    ``schedule``: forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`). ``encoders``: the
-    components, in the order in which they encode; their backwards come in the opposite order.
+    need has then started earlier on every rank, so no rank waits in a circle. ``encoders`` encode in order; their
+    backwards come in the opposite order.
     """
     if not encoders or not schedule.num_micro_batches:
         return schedule
