@@ -32,6 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_recipe(tmp_path_factory.mktemp("sections"), rows=2 * len(TASKS), evaluated=True)
 
 
+@pytest.mark.second
 def test_a_run_with_a_section_has_the_heldout_losses_and_scores_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
