@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from omnitrain.plan.placement import Topology
-from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.wavefront.deal import deal
@@ -106,7 +105,7 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     drawn_in, medium = np.divmod(tables.slot, num_media)
     runner, place = np.divmod(runs[np.searchsorted(owners, tables.owner), drawn_in], number)
     owner, slot = owners[runner], place * num_media + medium
-    order = stable_order(owner, slot)
+    order = np.lexsort((slot, owner))
     return StepTables(
         num_drawn=tables.num_drawn,
         counts=counts,
