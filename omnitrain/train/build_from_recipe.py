@@ -118,18 +118,14 @@ def load_checkpoint(
         weights_path=str(folder), teachers=teachers, init_device=init_device, torch_dtype=torch_dtype
     )
     if averaged:
-        _load_averages(model, folder)
+        if not (folder / EMA_FOLDER).is_dir():
+            raise UserError(f"{folder} has no averages of its weights; only a run with `train.ema` keeps them")
+        load_averages(model, folder / EMA_FOLDER)
     freeze(model, frozen or [])
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
-
-
-def _load_averages(model: OmniModel, checkpoint: Path) -> None:
-    if not (checkpoint / EMA_FOLDER).is_dir():
-        raise UserError(f"{checkpoint} has no averages of its weights; only a run with `train.ema` keeps them")
-    load_averages(model, checkpoint / EMA_FOLDER)
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:

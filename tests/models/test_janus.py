@@ -202,3 +202,9 @@ def test_what_is_not_there_is_said() -> None:
         build_omni_model(foundation=janus(), decoders={"image_decoder": {"image_size": 4}})
     with pytest.raises(UserError, match="image_sizes: the foundation's own head has no classes for sizes"):
         build_omni_model(foundation=janus(), decoders={"image_decoder": {"image_sizes": ["4x4"]}})
+
+
+def test_it_is_found_without_weights(tmp_path: Path) -> None:
+    janus().save_pretrained(tmp_path)
+    model = build_omni_model(foundation=str(tmp_path), decoders=DECODERS, init_device="meta")
+    assert model.image_decoder.config.of_foundation["head"] == "model.generation_head" and model.device.type == "meta"

@@ -214,9 +214,7 @@ class DatasetLoader:
             rank: ``dp_rank`` of the parallel state; required on several ranks.
             ranks: ``dp_size`` of it.
 
-        Raises:
-            DataError: the dataset has no rows.
-            UserError: the sizes do not fit the ranks, or ``dataset`` is none.
+        Raises DataError: the dataset has no rows; UserError: the sizes do not fit the ranks, or ``dataset`` is none.
         """
         rank, ranks = _rank_and_ranks(rank, ranks)
         self.global_batch_size, self._parts = _step_and_parts(
@@ -287,7 +285,7 @@ class DatasetLoader:
         # Random transforms of rows differ between epochs, ranks and resumes. With the global generator, `DataLoader`
         # would advance what dropout uses.
         generator = torch.Generator().manual_seed(mixed_seed(self._seed, self._rank, self.epoch, self.steps))
-        options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": _start_worker}
+        options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": follow_main_process}
         for made in DataLoader(steps, batch_size=None, sampler=order, generator=generator, **options):
             self.steps += 1
             yield [batch for micro_batches in made for batch in self._checked(micro_batches).batches]
@@ -380,7 +378,3 @@ def _is_map(dataset: Any) -> bool:
             "and __getitem__), or an iterable one (__iter__)"
         )
     return False
-
-
-def _start_worker(_: int) -> None:
-    follow_main_process()

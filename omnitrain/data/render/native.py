@@ -24,6 +24,7 @@ class NativeInputs:
     forward_arguments: frozenset[str] = frozenset()  # of the foundation's forward and feature methods, besides ids
     refused: Mapping[str, str] = field(default_factory=dict)  # modality that it could read, but not here -> why
     media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modality -> the forward's arguments
+    written: frozenset[str] = frozenset()  # modalities that it writes, too: their codes are words of its vocabulary
     video_marks: tuple[int, int] | None = None  # ids around a video, if videos and images have one placeholder
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:

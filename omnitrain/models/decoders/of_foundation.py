@@ -35,7 +35,7 @@ def find_writer(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         UserError: it has no such modules.
     """
-    with undisturbed(model), ParameterReads(model):
+    with torch.device(input_device(model)), undisturbed(model), ParameterReads(model):
         embedding = _called_by(model)
         classes = getattr(model.get_submodule(embedding[0]), "num_embeddings", None) if embedding else None
         tokenizer, head = next(_tokenizers(model, classes), None), next(_heads(model, classes), None)

@@ -180,7 +180,6 @@ class ModelFlops:
 
 
 def _per(few: Passes, many: Passes, units: int) -> Passes:
-    """The FLOPs of one more unit, from two counts of products."""
     pairs = ((few.forward, many.forward), (few.backward, many.backward), (few.again, many.again))
     return Passes(*(Flops((b.products - a.products) // units) for a, b in pairs))
 

@@ -60,7 +60,9 @@ def test_the_table_has_every_possible_pair_of_values() -> None:
     assert set().union(*map(pairs_in_fp32, cases)) == set().union(*map(pairs_in_fp32, possible()))
 
 
-@pytest.mark.parametrize("model", DEFAULT)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=pytest.mark.second if "qwen3_vl" in name else ()) for name in DEFAULT]
+)
 def test_a_pipeline_trains_as_one_process(ranks: RankPool, model: str) -> None:
     require_equal(ranks, model, list(DEFAULT[model]))
 
