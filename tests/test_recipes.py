@@ -146,11 +146,11 @@ def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 17
 
 
+@pytest.mark.parametrize("flow", ["{width: 16, depth: 1, num_steps: 2}", "{kind: in_context, num_steps: 2}"])
 def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance(
-    tiny: dict[str, str], tmp_path: Path
+    tiny: dict[str, str], tmp_path: Path, flow: str
 ) -> None:
-    small = {"image_size": 8, "flow.width": 16, "flow.depth": 1, "flow.num_steps": 2}
-    decoder = [f"model.decoders.image_decoder.{key}={value}" for key, value in small.items()]
+    decoder = [f"model.decoders.image_decoder.{one}" for one in ("image_size=8", f"flow={flow}")]
     data = [f"data.{part}=[{{path: {tiny['drawings']}}}]" for part in ("train", "heldout")]
     parts = (f"model.foundation={tiny['qwen3']}", *decoder, *data, "evaluation.max_new_tokens=6")
     assert run("text_to_latents", tmp_path, *parts) == {"foundation", "image_decoder"}
@@ -351,6 +351,7 @@ def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[st
     assert rows["image_encoder.tower"]["moved"] == rows["image_encoder.tower"]["items"] > 0
 
 
+@pytest.mark.second
 def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
+from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract, StageContract
 from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import SMALLEST
@@ -154,6 +155,8 @@ class _StageTrial:
         for span in spans[:-1]:
             stage = StageCall(span, contract, arrived[-1] if arrived else None)
             sent.append(self.runner.stage_output(pack, media, None, stage))
+            if not sent[-1].requires_grad:
+                raise UserError("the forward runs the blocks before the cut without gradients, as for a recurrence")
             arrived.append(sent[-1].detach().requires_grad_())
         last = StageCall(spans[-1], contract, arrived[-1]) if arrived else None
         loss = self.runner.text_loss(pack, media, None, last).text.sum

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from omnitrain.plan.placement import Placement
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, simulate
 
@@ -19,6 +20,12 @@ class EncoderWindows(NamedTuple):
     component: str
     size: int  # number of micro-batches in a window
     is_trained: bool  # whether it has a backward
+
+
+def encoder_windows(placements: Iterable[Placement], num_micro_batches: int) -> tuple[EncoderWindows, ...]:
+    """Return the windows of a step, for each of the components that actions of all pipeline ranks encode."""
+    encoded = [placement for placement in placements if placement.edge == "exchange"]
+    return tuple(EncoderWindows(p.name, p.window or num_micro_batches, p.is_trained) for p in encoded)
 
 
 def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Schedule:

@@ -71,6 +71,12 @@ def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, cases: l
     require_equal(ranks, cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_mixed_precision_trains_within_its_rounding(ranks: RankPool, decoder: str) -> None:
+    require_equal(ranks, [Case(decoder, layout, "", "") for layout in ("dp2.bf16", "sp2.bf16", "dp2.bf16_param")])
+
+
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> None:
     model = build(decoder)
