@@ -351,6 +351,7 @@ def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[st
     assert rows["image_encoder.tower"]["moved"] == rows["image_encoder.tower"]["items"] > 0
 
 
+@pytest.mark.second
 def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:

@@ -13,13 +13,11 @@ def assign_by_cost(problem: np.ndarray, cost: np.ndarray, num_workers: np.ndarra
     Ties follow the order of items and workers, so equal arguments give equal results on every machine. ``problem`` and
     ``cost`` are ``[items]`` int64; returns ``[items]`` int64, the index of each item's worker within its problem.
     """
-    most = int(num_workers.max(initial=1))
-    heaps = [list(range(number)) for number in num_workers.tolist()]  # of ``load * most + worker``
-    order = np.argsort(-cost, kind="stable")
-    workers = []
-    for index, added in zip(problem[order].tolist(), cost[order].tolist(), strict=True):
-        heap = heaps[index]
-        workers.append(heapq.heapreplace(heap, heap[0] + added * most) % most)
+    order = np.lexsort((-cost, problem))
+    ends = np.cumsum(np.bincount(problem, minlength=len(num_workers)))
     assigned = np.empty(len(order), dtype=np.int64)
-    assigned[order] = workers
+    for number, items in zip(num_workers.tolist(), np.split(order, ends[:-1]), strict=True):
+        heap = list(range(number))  # of ``load * number + worker``
+        added = (number * own for own in cost[items].tolist())
+        assigned[items] = [heapq.heapreplace(heap, heap[0] + more) % number for more in added]
     return assigned

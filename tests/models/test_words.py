@@ -17,9 +17,12 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.hf.samples import to_samples
 from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.encode import require_no_words
+from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.train.verbs.export import export
@@ -207,3 +210,23 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
         found = loaded.eval()(input_ids=ids).logits
         expected = OmniModel.from_pretrained(trained).foundation.eval()(input_ids=ids).logits
     assert not any(info.values()) and torch.equal(found, expected)
+
+
+def test_a_stage_of_a_pipeline_refuses_them_in_words() -> None:
+    with pytest.raises(UserError, match="the last stage of a pipeline lacks the words of the image items"):
+        require_no_words(omni(), Pack.from_samples(drawn()))
+
+
+def test_a_prompt_with_an_image_is_answered_as_by_transformers() -> None:
+    model, plain = omni(), emu3()
+    of = processor(model)
+    prompts = [of.prompt(row(5)), of.prompt(row(66, reads=False))]
+    for prompt, answer in zip(prompts, generate(model, of, prompts, max_new_tokens=4), strict=True):
+        ids = torch.from_numpy(prompt.input_ids)
+        for span in prompt.spans:
+            features = span.item.features
+            ids = ids.masked_scatter(ids == IMAGE, words_of(plain, features.pop("pixel_values"), features))
+        for _, token in answer.tokens:
+            with torch.no_grad():
+                assert token == int(plain(input_ids=ids[None]).logits[0, -1].argmax())
+            ids = torch.cat([ids, torch.tensor([token])])

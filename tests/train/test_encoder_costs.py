@@ -83,7 +83,8 @@ def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPoo
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 1
 
 
-@pytest.mark.parametrize("interrupted_at", [1, pytest.param(3, marks=pytest.mark.second)])
+@pytest.mark.parametrize("interrupted_at", [1, 3])
+@pytest.mark.second
 def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     ranks: RankPool, tmp_path: Path, interrupted_at: int
 ) -> None:
@@ -96,6 +97,7 @@ def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     assert [max(of_step) > linear for of_step in costs] == [False] * unused + [True] * 2
 
 
+@pytest.mark.second
 def test_a_run_that_begins_to_measure_when_it_is_resumed_uses_costs_as_many_steps_later(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -108,6 +110,7 @@ def test_a_run_that_begins_to_measure_when_it_is_resumed_uses_costs_as_many_step
     assert max(costs[-1]) > max(max(of_step) for of_step in costs[:-1])
 
 
+@pytest.mark.second
 def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_deals_the_same(
     ranks: RankPool, tmp_path: Path
 ) -> None:

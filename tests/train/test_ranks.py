@@ -272,7 +272,7 @@ def momentum_runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (1, []),
+        pytest.param(1, [], marks=pytest.mark.second),
         pytest.param(3, [], marks=pytest.mark.second),
         pytest.param(2, [], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
@@ -357,6 +357,7 @@ def test_the_experts_of_all_stages_are_measured_balanced_and_recorded(ranks: Ran
     assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())
 
 
+@pytest.mark.second
 def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]

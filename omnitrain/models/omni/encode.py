@@ -104,7 +104,7 @@ def _spelled(encoded: EncodedPack) -> EncodedPack:
         if len(rows) and len(words) != len(batch.positions):
             raise UserError(
                 f"{name}: this rank has {len(words)} of {len(batch.positions)} words of media that the model learns to "
-                "write; where ranks share a sequence, set `place: local` of the component that reads them"
+                "write, because ranks share its sequences; set `ulysses` and `cp` to 1, or drop these rows"
             )
         ascending, order = batch.positions.sort()
         found = order[torch.searchsorted(ascending, pack.text_rows[rows] + 1)]

@@ -63,7 +63,7 @@ def test_the_default_rows_have_each_value_of_separate_encoders() -> None:
     assert set().union(*map(enumerate, cases)) == set().union(*map(enumerate, SEPARATE))
 
 
-@pytest.mark.parametrize("cases", in_turn(DEFAULT, first=3))
+@pytest.mark.parametrize("cases", in_turn(DEFAULT, first=1))
 def test_each_value_of_separate_encoders_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
     require_equal(ranks, cases, timeout_s=60)
 

@@ -31,6 +31,7 @@ def require_equal(ranks: RankPool, name: str, plans: list[ot.ParallelPlan]) -> N
     assert {row.status for row in report.rows} == {"equal"}, str(report)
 
 
+@pytest.mark.second
 def test_places_over_tensor_parallel_ranks_train_as_one_process(ranks: RankPool) -> None:
     require_equal(ranks, "qwen3_vl", [placed("tp2", "group", FOUNDATION_GLOBS)])  # others: test_separate.py, and slow
 
