@@ -277,7 +277,7 @@ def _require_teachers(
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
     """Return the HF processor's chat format if one is used, else the recipe's; and ids of added tokens."""
     data = recipe.data
-    by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
+    by_processor = _by_processor(recipe, _of_whole_sequences(recipe, model.native_inputs))
     starts = data.chat or ChatFormat()
     start_tokens = [*(getattr(starts, modality) for modality in sorted(attached)), *starts.starts.values()]
     if isinstance(by_processor, TemplateRenderer):
@@ -308,10 +308,13 @@ def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Ma
     return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
 
 
-def _without_shared_sequences(recipe: Recipe, native: NativeInputs) -> NativeInputs:
-    """Refuse ``in_forward`` media if ranks share sequences, because each rank has only a slice of a sequence."""
+def _of_whole_sequences(recipe: Recipe, native: NativeInputs) -> NativeInputs:
+    """Refuse ``in_forward`` media if a rank has only a slice of a sequence, and written ones if none has all of it."""
     plan = recipe.parallel.of(FOUNDATION)
-    if (plan.ulysses or 1) * (plan.cp or 1) == 1:
+    shares = (plan.ulysses or 1) * (plan.cp or 1) > 1
+    if shares or (plan.pp or 1) > 1:
+        native = native.without_words("no rank has all of its codes; set pp, ulysses and cp to 1")
+    if not shares:
         return native
     fact = "its own forward needs whole sequences, but ranks share them; set ulysses and cp to 1"
     return native.without_forward(dict.fromkeys(native.in_forward, fact))

@@ -189,8 +189,9 @@ class OmniProcessor:
                 continue
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
-            refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
-            why = f" (the foundation cannot read it: {refused})" if refused else ""
+            of_foundation = self.renderer.unwritten_modalities if part.is_target else self.renderer.refused_modalities
+            refused = of_foundation.get(part.modality)
+            why = f" (the foundation cannot {verb} it: {refused})" if refused else ""
             raise UserError(
                 f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, but it can {verb} "
                 f"{able or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop these rows"

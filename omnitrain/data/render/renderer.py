@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ class Renderer(ABC):
     native_modalities: frozenset[str] = frozenset()  # modalities that the foundation reads natively
     written_modalities: frozenset[str] = frozenset()  # those of them that it writes as words of its vocabulary
     refused_modalities: Mapping[str, str]  # modality that the foundation could read, but not here -> why
+    unwritten_modalities: Mapping[str, str] = MappingProxyType({})  # the same of those that it could write
     reads: frozenset[str] = frozenset()  # further keys of messages and parts that may change the text
 
     def start_token(self, key: str) -> int:

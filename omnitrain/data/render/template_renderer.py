@@ -73,7 +73,7 @@ class TemplateRenderer(Renderer):
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
         self.native = _as_shown(processor, native or NativeInputs({}))
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
-        self.written_modalities = self.native.written
+        self.written_modalities, self.unwritten_modalities = self.native.written, self.native.unwritten
         self.refused_modalities = self.native.refused
         self.reads = self.template.keys
         self.chat = starts or ChatFormat()
