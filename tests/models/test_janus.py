@@ -189,7 +189,8 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
         assert torch.equal(loaded.model.generation_head(state), model.image_decoder.head(state))
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS, MORE_LAYOUTS])
 def test_each_layout_trains_it_as_one_process(ranks: RankPool, layouts: list[str]) -> None:
     report = verify(omni, drawn() * 2, layouts, nproc=2, pool=ranks)
     assert report.ok, report

@@ -25,6 +25,8 @@ from omnitrain.models.omni.encode import require_no_words
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.recipe import Recipe
+from omnitrain.train.build_from_recipe import _of_whole_sequences
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
 from tests.models.decoders.test_decoders import VQ
@@ -153,7 +155,8 @@ LAYOUTS = ["dp2"]
 MORE_LAYOUTS = ["dp2.world", "vision1+dp1"]
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS, MORE_LAYOUTS])
 def test_each_layout_trains_it_as_one_process(ranks: RankPool, layouts: list[str]) -> None:
     report = verify(omni, drawn() * 2, layouts, nproc=2, pool=ranks)
     assert report.ok, [row.reason for row in report.rows]
@@ -210,6 +213,15 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
         found = loaded.eval()(input_ids=ids).logits
         expected = OmniModel.from_pretrained(trained).foundation.eval()(input_ids=ids).logits
     assert not any(info.values()) and torch.equal(found, expected)
+
+
+def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words() -> None:
+    recipe = Recipe.load("quickstart", ["parallel.components.foundation.pp=2"])
+    of = processor(omni())
+    of.renderer.written_modalities = frozenset()
+    of.renderer.unwritten_modalities = _of_whole_sequences(recipe, omni().native_inputs).unwritten
+    with pytest.raises(UserError, match="the foundation cannot write it: no rank has all of its codes; set pp, ulysses"):
+        of.sample(row(1))
 
 
 def test_a_stage_of_a_pipeline_refuses_them_in_words() -> None:

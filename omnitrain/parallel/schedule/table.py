@@ -22,7 +22,8 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
         plan: of the step.
         upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
-    layout, number = layout_of(model), plan.num_micro_batches
+    layout = layout_of(model)
+    number = plan.num_micro_batches
     if not number:
         return Schedule(((),), (0,), 0)
     if layout is None:

@@ -103,7 +103,8 @@ def base() -> OmniModel:
     return omni("hubert")
 
 
-@pytest.mark.parametrize("make", [base, pytest.param(large, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [base, large])
 def test_ranks_with_other_clips_train_as_one_process(ranks: RankPool, make: Any) -> None:
     report = verify(make, samples(make()), ["dp2.recompute"], nproc=2, pool=ranks)
     assert report.ok, report
