@@ -220,7 +220,7 @@ def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words() -> 
     of = processor(omni())
     of.renderer.written_modalities = frozenset()
     of.renderer.unwritten_modalities = _of_whole_sequences(recipe, omni().native_inputs).unwritten
-    with pytest.raises(UserError, match="the foundation cannot write it: no rank has all of its codes; set pp, ulysses"):
+    with pytest.raises(UserError, match="cannot write it: no rank has all of its codes; set pp, ulysses"):
         of.sample(row(1))
 
 

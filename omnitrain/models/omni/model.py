@@ -337,10 +337,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         batch = {**named, "labels": labels, **batch}
         if pack is None:
             return forward_of_batch(self, batch)
-        given: Any = pack
-        if not isinstance(given, Pack):
+        found: Any = pack
+        if not isinstance(found, Pack):
+            kind = type(found).__name__
             raise UserError(
-                f"forward: found a {type(given).__name__}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
+                f"forward: found a {kind}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
             )
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
