@@ -36,6 +36,7 @@ from omnitrain.parallel.step.plan import StepPlanner, step_planner
 from omnitrain.peers import GlooGroup, all_or_raise
 from omnitrain.recipe import Data, DataSource, ParallelPlan
 from omnitrain.recipe.parallel import MAIN
+from omnitrain.train.build_from_recipe import of_whole_sequences
 
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
@@ -138,10 +139,11 @@ def prepare(
     state = init_state_of(plan)
     mixed = True if state.device_type == "cuda" else None
     omni = build_parallelize_model(model, weights_path, state, plan, enable_mixed_precision=mixed).train()
+    native = of_whole_sequences(plan, omni.native_inputs)
     if processor is None:
-        options = {"collate_fn": OmniDataCollatorWithPacking(omni.native_inputs)} | options
+        options = {"collate_fn": OmniDataCollatorWithPacking(native)} | options
     elif not isinstance(processor, OmniProcessor):
-        processor = OmniProcessor(TemplateRenderer(processor, omni.native_inputs), *omni.media_adapters())
+        processor = OmniProcessor(TemplateRenderer(processor, native), *omni.media_adapters())
     loader = _loader(omni, data, processor, state, options)
     made = None if optimizer is None else _optimizer(omni, optimizer)
     return PreparedLoop(omni, processor, loader, made, state, step_planner(omni), GlooGroup())

@@ -76,7 +76,7 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
             dtype = torch.float32  # as at the start of the run; the plan converts it
             frozen, teachers = recipe.model.freeze, recipe.model.teachers
             model, processor = load_checkpoint(
-                checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False
+                checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False, plan=recipe.parallel
             )
     model.config.condition_dropout |= recipe.data.condition_dropout.whole > 0
     require_heads(recipe, model.decoders)

@@ -26,7 +26,7 @@ from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
-from omnitrain.train.build_from_recipe import _of_whole_sequences
+from omnitrain.train.build_from_recipe import of_whole_sequences
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
 from tests.models.decoders.test_decoders import VQ
@@ -219,7 +219,7 @@ def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words() -> 
     recipe = Recipe.load("quickstart", ["parallel.components.foundation.pp=2"])
     of = processor(omni())
     of.renderer.written_modalities = frozenset()
-    of.renderer.unwritten_modalities = _of_whole_sequences(recipe, omni().native_inputs).unwritten
+    of.renderer.unwritten_modalities = of_whole_sequences(recipe.parallel, omni().native_inputs).unwritten
     with pytest.raises(UserError, match="cannot write it: no rank has all of its codes; set pp, ulysses"):
         of.sample(row(1))
 
