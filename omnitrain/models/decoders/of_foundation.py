@@ -42,7 +42,8 @@ def find_writer(model: PreTrainedModel) -> dict[str, Any]:
     if not embedding or tokenizer is None or head is None:
         raise UserError(
             f"{type(model).__name__} does not write images by itself: it has no {_METHOD} with a media tokenizer and a "
-            "head of as many codes, as Janus has; set `tokenizer`"
+            "head of as many codes, as Janus has; set `tokenizer`, or leave the decoder out if codes are words of its "
+            "vocabulary, as in Emu3"
         )
     return {"tokenizer": tokenizer, "embedding": embedding, "head": head}
 

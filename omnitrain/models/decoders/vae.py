@@ -41,6 +41,11 @@ class LatentVAE(PreTrainedModel):
                 f"{_CLASS}: `scaling_factor` of its config: found {self.scale}; expected 1 / the standard deviation of "
                 "its latents, so that noise and latents have one scale"
             )
+        if given := [key for key in ("latents_mean", "latents_std") if getattr(self.vae.config, key, None) is not None]:
+            raise UserError(
+                f"{_CLASS}: its config scales each channel ({', '.join(given)}), which has no support; use a VAE with "
+                "`scaling_factor` and `shift_factor` alone"
+            )
         config.vae = values | {"scaling_factor": self.scale, "shift_factor": self.shift}  # not defaults of a version
         self.num_channels: int = self.vae.config.latent_channels
         self.stride: int = 2 ** (len(self.vae.config.block_out_channels) - 1)

@@ -51,7 +51,8 @@ def _rebuilt(model: PreTrainedModel) -> PreTrainedModel:
     if config is model.config:
         return model
     made = type(model)(config).to(model.dtype)
-    made.load_state_dict(model.state_dict())
+    weights = model.state_dict()
+    made.load_state_dict({name: weights[name] for name in made.state_dict()})  # not an embedding of SpecAugment
     return made
 
 

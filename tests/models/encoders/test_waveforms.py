@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
@@ -41,6 +41,10 @@ TOWERS = {
     "hubert large": SPEECH | STABLE | {"model_type": "hubert"},
     "wavlm": SPEECH | {"model_type": "wavlm"},
 }
+SPREADING = {  # padding would change frames: convolutions see what earlier ones made of it
+    "conformer": SPEECH | {"model_type": "wav2vec2-conformer", "feat_extract_norm": "layer"},
+    "data2vec": SPEECH | {"model_type": "data2vec-audio", "conv_pos_kernel_size": 5, "num_conv_pos_embeddings": 2},
+}
 
 
 def clip(samples: int) -> Waveform:
@@ -57,10 +61,10 @@ def samples(model: OmniModel) -> list[Sample]:
     return tiny_samples(tiny_processor(model), 4, ["speech_to_text", "text"])
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", [*TOWERS, *SPREADING])
 @torch.no_grad()
 def test_frames_of_clips_in_one_batch_are_those_that_transformers_gives_for_each(name: str) -> None:
-    model = encoder(TOWERS[name], "linear").train()
+    model = encoder((TOWERS | SPREADING)[name], "linear").train()
     prepared = [model.adapter().prepare("audio", clip(size)) for size in (1600, 3333, 900)]
     assert all(not 0 < p < 1 for p in (model.tower.config.hidden_dropout, model.tower.config.layerdrop))
     padded = "large" in name
@@ -68,13 +72,23 @@ def test_frames_of_clips_in_one_batch_are_those_that_transformers_gives_for_each
     counts = [tuple(count for _, count in prepared)] if padded else [(count,) for _, count in prepared]
     joined = [to_tensors({key: np.concatenate([one[key] for one in call]) for key in call[0]}) for call in calls]
     found = torch.cat([model.lm_encode(*call) for call in zip(joined, counts, strict=True)])
-    plain = AutoModel.from_config(model.tower.config).eval()
+    plain = AutoModel.from_config(model.tower.config).train()  # batch norms of a conformer tell it from eval()
     plain.load_state_dict(model.tower.state_dict())
     for (features, count), got in zip(prepared, found.split([count for _, count in prepared]), strict=True):
         values = torch.from_numpy(features["input_values"]).view(1, -1)
         expected = model.projector(plain(values).last_hidden_state[0])
         assert len(expected) == count
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_tower_that_is_given_ready_draws_nothing_and_keeps_its_weights() -> None:
+    ready = AutoModel.from_config(AutoConfig.for_model(**TOWERS["hubert"]))
+    spec = {"tower": ready, "projector": {"kind": "linear"}}
+    part = build_omni_model(foundation=FOUNDATION, encoders={"audio_encoder": spec}).train().audio_encoder
+    config, weights = part.tower.config, part.tower.state_dict()
+    assert (config.layerdrop, config.hidden_dropout, config.mask_time_prob) == (0, 0, 0)
+    assert all(torch.equal(value, ready.state_dict()[name]) for name, value in weights.items())
+    assert part.lm_encode(*part.minimal_input()).isfinite().all()
 
 
 @pytest.mark.parametrize("name", TOWERS)
