@@ -196,6 +196,14 @@ def test_each_layout_trains_it_as_one_process(ranks: RankPool, layouts: list[str
     assert report.ok, report
 
 
+def test_a_refused_model_leaves_a_ready_foundation_whole() -> None:
+    plain = janus()
+    before = set(plain.state_dict())
+    with pytest.raises(UserError, match="this is the name of another component"):
+        build_omni_model(foundation=plain, decoders=DECODERS, teachers={"image_decoder": FOUNDATION})
+    assert set(plain.state_dict()) == before
+
+
 def test_what_is_not_there_is_said() -> None:
     with pytest.raises(UserError, match=r"image_decoder: Qwen3ForCausalLM does not write images by itself"):
         build_omni_model(foundation=FOUNDATION, decoders=DECODERS)

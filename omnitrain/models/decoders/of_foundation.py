@@ -91,7 +91,7 @@ def _heads(model: PreTrainedModel, classes: int | None) -> Iterator[str]:
 
 
 def decoder_of(foundation: PreTrainedModel, config: TokenDecoderConfig) -> TokenDecoder:
-    """Make a decoder of a foundation's modules, which the foundation lacks from then on.
+    """Make a decoder of a foundation's modules; :func:`take` removes them there.
 
     Raises:
         UserError: the media tokenizer refuses the settings, or there are several sizes.
@@ -100,15 +100,18 @@ def decoder_of(foundation: PreTrainedModel, config: TokenDecoderConfig) -> Token
         raise UserError("image_sizes: the foundation's own head has no classes for sizes; use `image_size`")
     tokenizer, head, *chain = [foundation.get_submodule(name) for name in _names(config)]
     tokenizer.float()
-    decoder = TokenDecoder(config, cast(PreTrainedModel, tokenizer), nn.Sequential(*chain), head)
-    for name in _names(config):
+    return TokenDecoder(config, cast(PreTrainedModel, tokenizer), nn.Sequential(*chain), head)
+
+
+def take(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
+    """Remove the modules of :func:`decoder_of` from the foundation."""
+    for name in _names(decoder.config):
         owner, _, attribute = name.rpartition(".")
         delattr(foundation.get_submodule(owner), attribute)
-    return decoder
 
 
 def give_back(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
-    """Undo :func:`decoder_of`."""
+    """Undo :func:`take`."""
     modules = (decoder.tokenizer, decoder.head, *cast(nn.Sequential, decoder.embedding))
     for name, module in zip(_names(decoder.config), modules, strict=True):
         owner, _, attribute = name.rpartition(".")

@@ -30,7 +30,7 @@ from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
 from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.in_context import InContextDecoder
-from omnitrain.models.decoders.of_foundation import decoder_of, give_back
+from omnitrain.models.decoders.of_foundation import decoder_of, give_back, take
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.discovery import config_nodes, native_inputs, refusing, rest_codecs
 from omnitrain.models.discovery.text_run import text_blocks
@@ -106,6 +106,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             part = ready.get(name)
             if part is None and values.get("of_foundation"):
                 part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+                take(self.foundation, part)
             self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
