@@ -104,18 +104,24 @@ def decoder_of(foundation: PreTrainedModel, config: TokenDecoderConfig) -> Token
 
 
 def take(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
-    """Remove the modules of :func:`decoder_of` from the foundation."""
-    for name in _names(decoder.config):
-        owner, _, attribute = name.rpartition(".")
-        delattr(foundation.get_submodule(owner), attribute)
+    """Remove the modules of a decoder from the foundation, if it has them."""
+    for owner, attribute, module in _places(foundation, decoder):
+        if getattr(owner, attribute, None) is module:
+            delattr(owner, attribute)
 
 
 def give_back(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
     """Undo :func:`take`."""
+    for owner, attribute, module in _places(foundation, decoder):
+        setattr(owner, attribute, module)
+
+
+def _places(foundation: PreTrainedModel, decoder: TokenDecoder) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield the owner in the foundation, the attribute there, and the module, of each module of a decoder."""
     modules = (decoder.tokenizer, decoder.head, *cast(nn.Sequential, decoder.embedding))
     for name, module in zip(_names(decoder.config), modules, strict=True):
         owner, _, attribute = name.rpartition(".")
-        setattr(foundation.get_submodule(owner), attribute, module)
+        yield foundation.get_submodule(owner), attribute, module
 
 
 def _names(config: TokenDecoderConfig) -> list[str]:

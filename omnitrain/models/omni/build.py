@@ -22,7 +22,7 @@ from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.in_context import InContextDecoder
-from omnitrain.models.decoders.of_foundation import decoder_of, find_writer, take
+from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.decoders.vae import vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
@@ -152,9 +152,6 @@ def build_omni_model(
         attached = _attached(base, saved, given, init_device, torch_dtype)
         parts = {"foundation": base} | {name: part for group in attached.values() for name, part in group.items()}
         loaded = saved.config if saved is not None and base is saved.foundation else base
-        for name, spec in given["decoders"].items():  # after all that may refuse: a ready foundation stays whole
-            if spec is not parts[name] and getattr(parts[name].config, "of_foundation", None):
-                take(base, cast(TokenDecoder, parts[name]))
         model = OmniModel(_omni_config(base, attached, loaded), parts)
     if saved is not None:
         kept = {name for name, part in parts.items() if getattr(saved, name, None) is part}

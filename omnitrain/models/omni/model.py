@@ -104,8 +104,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             if hasattr(type(self), name) or name in vars(self):
                 raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
             part = ready.get(name)
-            if part is None and values.get("of_foundation"):
-                part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+            if values.get("of_foundation"):
+                part = part or decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
                 take(self.foundation, part)
             self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
