@@ -67,7 +67,7 @@ class Balance(NamedTuple):
 class StepPlan(StepTables):
     """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
-    ``M``: number of micro-batches, of which ranks that drew fewer run empty ones; ``E``: number of call sites.
+    ``M``: number of micro-batches; a rank that drew fewer runs empty ones; ``E``: number of call sites.
     """
 
     topology: Topology  # components and ranks of the run

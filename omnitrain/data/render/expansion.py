@@ -148,7 +148,7 @@ class MediaExpander:
 
     @cached_property
     def around(self) -> tuple[str, str]:
-        """The texts that the processor writes before and after any text, whatever it is told; often none."""
+        """The texts that the processor puts before and after every text, and no argument turns off; most put none."""
         try:
             before, _, after = self.run(_ANY_TEXT, [])[1].partition(_ANY_TEXT)
         except Exception:  # each class fails differently where it needs media

@@ -1,6 +1,6 @@
 """Find the modules with which a foundation writes a medium by itself (Janus), and move them to a decoder and back.
 
-transformers' forward of such a model does not use them: it has a method that embeds codes, and modules beside it.
+The forward of such a model in transformers does not use these modules; a method of the model embeds codes with them.
 """
 
 from __future__ import annotations

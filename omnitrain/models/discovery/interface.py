@@ -67,9 +67,9 @@ class ModalityInterface:
         return flatten(output, self.layout)
 
     def words(self, model: PreTrainedModel, encode: Callable[[], MediaFeatures]) -> MediaFeatures:
-        """Return the features that ``encode`` makes, of width 1 and empty, with their ids ``[rows]`` int64 beside them.
+        """Return features ``[rows, 1]`` of zeros, and beside them the token ids ``[rows]`` int64 of the codes.
 
-        Nothing looks them up: the foundation does, as it does with the words of a text.
+        ``encode`` does not look the ids up; the foundation does, as for a text.
         """
         found: list[Tensor] = []
 

@@ -26,7 +26,7 @@ TASKS = ("text_to_image", "image_to_text", "image_to_speech", "text", "text_to_i
 
 
 class Case(NamedTuple):
-    """A decoder of images under a layout, beside one of sound in codes; the empty word leaves a field unset.
+    """A case: a decoder of images and one of sound in codes, under a layout; an empty field is unset.
 
     Attributes:
         decoder: how it writes.

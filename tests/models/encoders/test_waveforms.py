@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
@@ -19,7 +18,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.train.verbs.verify import verify
 from tests.models.encoders.test_encoders import encoder
-from tests.parallel.laid_out import total
+from tests.parallel.laid_out import equals_one_sample_at_a_time
 from tests.tiny import FOUNDATION, tiny_processor, tiny_samples
 
 SPEECH: dict[str, Any] = {
@@ -95,18 +94,8 @@ def test_a_tower_that_is_given_ready_draws_nothing_and_keeps_its_weights() -> No
 def test_a_pack_of_clips_has_the_gradients_of_one_sample_at_a_time(name: str) -> None:
     model = omni(name)
     given = samples(model)
-
-    def step(packs: list[list[Sample]]) -> tuple[float, dict[str, torch.Tensor]]:
-        model.zero_grad()
-        loss = torch.stack([total(model(Pack.from_samples(pack))) for pack in packs]).sum()
-        loss.backward()
-        return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    (together, found), (apart, expected) = step([given]), step([[one] for one in given])
-    assert together == pytest.approx(apart, rel=1e-5)
-    assert {n for n, p in model.named_parameters() if p.requires_grad} == found.keys() == expected.keys()
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5, msg=key)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert equals_one_sample_at_a_time(model, given) == trained
 
 
 def large() -> OmniModel:
