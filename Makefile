@@ -7,13 +7,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 LOW_BIT := tests/optim/test_low_bit.py tests/parallel/random_layouts/test_low_bit_layouts.py
+VAE := tests/models/decoders/test_vae.py
 DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thread.py tests/ops tests/optim/test_offload.py \
 	$(addprefix tests/parallel/,expert memory schedule sections sequence tensor test_garbage.py test_state.py) tests/train/test_hooks.py
 
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-slow test-low-bit test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -37,18 +38,27 @@ quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-slow test-low-bit test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
+test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
 
-test-slow: test-low-bit
-	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore=,$(LOW_BIT))
+# Further cases of what `make test` shows once; CI runs them, and so does `make test-slow`.
+test-second: install
+	@$(BIN)/python -m tests.side_by_side -m second
+
+test-slow: test-low-bit test-vae
+	@$(BIN)/python -m pytest -q -m slow $(addprefix --ignore=,$(LOW_BIT) $(VAE))
 
 # torchao has a folder of its own: where it is installed, transformers imports it, and it writes messages on every rank.
 test-low-bit: install
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade -c constraints.txt --target $(VENV)/torchao torchao
 	@PYTHONPATH=$(VENV)/torchao $(BIN)/python -m pytest -q -m slow $(LOW_BIT)
+
+# diffusers, in a folder of its own, with what it imports.
+test-vae: install
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps --upgrade --target $(VENV)/diffusers diffusers importlib_metadata zipp regex requests charset_normalizer idna urllib3 certifi
+	@PYTHONPATH=$(VENV)/diffusers $(BIN)/python -m pytest -q -m slow $(VAE)
 
 # Backwards in autograd's worker thread, as on a GPU: tests/device_thread.py says how.
 test-device-thread: install

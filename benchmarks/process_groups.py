@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from omnitrain.parallel.pipeline.channel import connect_pairs, directions
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.state import forget_parallel_state
-from omnitrain.peers import GlooGroup
+from omnitrain.peers import GlooGroup, gloo_group_of
 from omnitrain.recipe import ParallelPlan
 from omnitrain.recipe.parallel import MAIN
 from omnitrain.train import process_groups
@@ -78,7 +78,7 @@ def groups_of(plan: ParallelPlan, rank: int, world: int) -> list[Group]:
         assert state is not None
         main = state.of_section(MAIN)
         connect_pairs(main.groups("pp"), directions(range(STAGES)), CPU)
-        GlooGroup(main.groups("pp").tolist())
+        gloo_group_of(main.groups("pp").tolist())
         for section in plan.sections:
             ends = state.of_section(section).ranks, main.ranks[: main.size("stage")]
             for senders, receivers in (ends, ends[::-1]):

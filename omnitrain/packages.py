@@ -46,15 +46,9 @@ def untested(package: str, version: str) -> str | None:
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra of omnitrain and leaves the installed torch as it is."""
-    if extra == "vision":
-        return _torchvision_command()
-    # flash-attn compiles against the installed torch, which an isolated build does not see.
-    return f"pip install 'omnitrain[{extra}]'" + " --no-build-isolation" * (extra == "flash")
-
-
-def _torchvision_command() -> str:
-    """Name the installed torch, so that pip chooses a torchvision that fits it instead of another torch."""
-    torch = torch_version()
+    if extra != "vision":  # flash-attn compiles against the installed torch, which an isolated build does not see
+        return f"pip install 'omnitrain[{extra}]'" + " --no-build-isolation" * (extra == "flash")
+    torch = torch_version()  # named, so that pip chooses a torchvision that fits it instead of another torch
     label = torch.partition("+")[2]
     if label and not _LABEL_WITH_INDEX.fullmatch(label):
         return f"build torchvision from its source (no wheel fits torch {torch})"

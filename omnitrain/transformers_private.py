@@ -34,6 +34,12 @@ class ContainerModel(PreTrainedModel):
             cls._keep_in_fp32_modules_strict = list(fp32_modules)
 
 
+def keep_weights(model: torch.nn.Module) -> None:
+    """Let transformers not draw the weights of a model in another one, as it does for modules that are not its own."""
+    for module in model.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 def fp32_modules_of(model: PreTrainedModel | type[PreTrainedModel]) -> set[str]:
     """Return the names of modules that transformers keeps in fp32 at any precision."""
     return set(model._keep_in_fp32_modules_strict or ())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
 from tests import device_thread
+from tests.forked import Forked
 from tests.side_by_side import CACHE
 
 # No test needs a name server. torch's store asks for the name of each address that connects, on both sides, one after
@@ -23,7 +26,7 @@ os.environ["RES_OPTIONS"] = "attempts:0"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # without its warnings about these names
 torch.set_num_threads(1)  # with more, a row's last bits depend on the rows beside it
 
-_POOL_NAMES = {"ranks", "sections", "fresh_rank"}  # fixtures
+_POOL_NAMES = {"ranks", "sections", "fresh_rank", "forked"}  # fixtures
 _POOLS: list[RankPool] = []
 # What ranks of most tests import.
 _PRELOAD = ["tests.device_thread", "omnitrain.train.trainer", "tests.tiny", "pytest", "tests.frozen"]
@@ -72,6 +75,20 @@ def fresh_rank(_rank_server: None) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.fixture
+def forked(_rank_server: None) -> Iterator[Callable[..., Forked]]:
+    """Starts a function in a process of its own that prints into a file, and ends it with the test."""
+    started: list[Forked] = []
+
+    def start(printed: Path, function: Callable[..., Any], *arguments: Any) -> Forked:
+        started.append(Forked(printed, function, *arguments))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _no_group_is_left() -> Iterator[None]:
     """A module whose tests made a process group in this process leaves it: tests of later ones count on none."""
@@ -85,6 +102,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if _POOL_NAMES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
+        if item.get_closest_marker("second"):
+            item.add_marker("slow")
         for mark in item.iter_markers("gpu"):
             needed, found = mark.args[0] if mark.args else 1, torch.cuda.device_count()
             if found < needed:

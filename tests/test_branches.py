@@ -64,3 +64,28 @@ def test_no_function_has_more_than_15_branches() -> None:
     }
     assert len(found) > 1000
     assert {place: number for place, number in found.items() if number > MOST} == {}
+
+
+GONE = {
+    *("is_separate", "is_apart", "call_axes", "acts_as", "own_states", "calling_state_of", "planned_ranks"),
+    *("encoder_relay", "StageRelay", "EncoderRelay", "SeparateEncoders", "SectionEncoders"),
+}
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """All names that code defines, reads or calls."""
+    for child in ast.walk(node):
+        for field in ("id", "attr", "name", "arg"):
+            if isinstance(found := getattr(child, field, None), str):
+                yield found
+
+
+def test_names_are_counted() -> None:
+    assert {"is_apart", "a", "f", "acts_as"} <= {*names(ast.parse("def f(acts_as): return a.is_apart"))}
+
+
+def test_what_a_placement_answers_has_no_other_name() -> None:
+    found = {
+        name for path in Path(omnitrain.__file__).parent.rglob("*.py") for name in names(ast.parse(path.read_text()))
+    }
+    assert len(found) > 5000 and found & GONE == set()

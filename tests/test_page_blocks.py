@@ -312,7 +312,7 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
 @pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "data-preview.md", "recipes.md", "report.md"])
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
-    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", here)
+    monkeypatch.setattr("omnitrain.recipe.tree._PACKAGE", here)
     (here / "recipes").mkdir()
     is_readme = page == "README.md"
     recipe = tiny_recipe(here / "recipes", 7, evaluated=is_readme, text_only=not is_readme, steps=2)

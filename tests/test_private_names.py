@@ -31,6 +31,9 @@ from transformers import modeling_rope_utils as rope
 from transformers.integrations import deepgemm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from omnitrain.models.decoders.latents import PatchCodec
+from omnitrain.recipe.component_configs import PatchCodecConfig
+
 PACKAGE = Path(__file__).parents[1] / "omnitrain"
 FILES = {library: PACKAGE / f"{library}_private.py" for library in ("torch", "transformers")}
 _OF_MODULES = """_parameters _buffers _modules _non_persistent_buffers_set _compiled_call_impl
@@ -71,6 +74,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str]]] = {
     "transformers": [
         (PreTrainedConfig(), _OF_CONFIGS),
         (PreTrainedModel, _OF_MODELS),
+        (PatchCodec(PatchCodecConfig()), "_is_hf_initialized"),
         (AutoModelForCausalLM, "_model_mapping"),
         (core_model_loading, "_weight_conversions"),
         (deepgemm, "_apply_gate"),

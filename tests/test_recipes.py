@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, WhisperFeatureExtractor
+from transformers import AutoConfig, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -17,14 +17,17 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from omnitrain.models.hf.load import foundation_class, model_class
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.shipped import list_recipes
+from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.data_stats import data_stats
 from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.verify import verify_recipe
 from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
-from tests.models.decoders.test_decoders import IMAGE_TOKENIZERS
+from tests.models.decoders.test_decoders import AUDIO_TOKENIZERS, IMAGE_TOKENIZERS
+from tests.models.encoders.test_waveforms import TOWERS as SPEECH_TOWERS
+from tests.models.test_janus import hf_processor, janus
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
 from tests.tiny_processors import llava
 
@@ -41,7 +44,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     def saved(name: str, config: dict, *beside: object) -> str:
         built = AutoConfig.for_model(**config)
-        is_part = config["model_type"] in ("siglip_vision_model", "whisper", "emu3_vqgan", "dinov2")
+        parts = ("siglip_vision_model", "whisper", "emu3_vqgan", "dinov2", "wav2vec2", "mimi")
+        is_part = config["model_type"] in parts
         model = (model_class if is_part else foundation_class)(built)(built)
         for part in (model, *beside):
             part.save_pretrained(folder / name)
@@ -71,6 +75,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "drawings": rows("drawings", "text_to_image"),
         "dinov2": saved("dinov2", DINO, BitImageProcessorPil(size={"shortest_edge": 8}, crop_size=square)),
         "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
+        "wav2vec2": saved("wav2vec2", SPEECH_TOWERS["wav2vec2 large"], Wav2Vec2FeatureExtractor()),
+        "mimi": saved("mimi", AUDIO_TOKENIZERS["mimi"]),
+        "janus": saved("janus", janus().config.to_dict(), hf_processor(janus())),
+        "spoken": rows("spoken", "image_to_speech"),
     }
 
 
@@ -138,15 +146,51 @@ def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 17
 
 
+@pytest.mark.parametrize("flow", ["{width: 16, depth: 1, num_steps: 2}", "{kind: in_context, num_steps: 2}"])
 def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance(
-    tiny: dict[str, str], tmp_path: Path
+    tiny: dict[str, str], tmp_path: Path, flow: str
 ) -> None:
-    small = {"image_size": 8, "flow.width": 16, "flow.depth": 1, "flow.num_steps": 2}
-    decoder = [f"model.decoders.image_decoder.{key}={value}" for key, value in small.items()]
+    decoder = [f"model.decoders.image_decoder.{one}" for one in ("image_size=8", f"flow={flow}")]
     data = [f"data.{part}=[{{path: {tiny['drawings']}}}]" for part in ("train", "heldout")]
     parts = (f"model.foundation={tiny['qwen3']}", *decoder, *data, "evaluation.max_new_tokens=6")
     assert run("text_to_latents", tmp_path, *parts) == {"foundation", "image_decoder"}
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 4
+
+
+OMNI = {"llama_omni": ("llama", "wav2vec2"), "qwen3_moe_omni": ("qwen3_moe", "whisper")}
+
+
+def overrides_of_omni(tiny: dict[str, str], name: str) -> list[str]:
+    """Tiny parts for Janus, or for one of the recipes that read and write images and sound."""
+    names, parts, more = ["images", "drawings"], {"foundation": name}, [*SMALL]
+    if name in OMNI:
+        foundation, sound = OMNI[name]
+        parts = {"foundation": foundation, "encoders.audio_encoder.tower": sound}
+        parts |= {"encoders.image_encoder.tower": "siglip", "decoders.image_decoder.tokenizer": "emu3_vq"}
+        parts |= {"decoders.audio_decoder.tokenizer": "mimi"}
+        names = ["images", "speech", "drawings", "spoken"]
+        more += ["model.decoders.image_decoder.image_size=8", "model.decoders.audio_decoder.num_codebooks=1"]
+        more += ["data.pack_tokens=400", "parallel={}"]
+    data = [f"data.train.{number}.path={tiny[rows]}" for number, rows in enumerate(names)]
+    return [*more, *data, *(f"model.{key}={tiny[part]}" for key, part in parts.items())]
+
+
+@pytest.mark.parametrize("name", [*OMNI, "janus"])
+def test_a_model_that_writes_media_is_trained(tiny: dict[str, str], tmp_path: Path, name: str) -> None:
+    overrides = [*overrides_of_omni(tiny, name), f"output_dir={tmp_path}", "train.packs_per_step=8"]
+    assert Trainer(Recipe.load(name, overrides)).fit().step == 2
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(line["heads"]) == {"text", "image_decoder", *["audio_decoder"] * (name in OMNI)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OMNI, "janus"])
+def test_a_model_that_writes_media_is_verified(ranks: RankPool, tiny: dict[str, str], name: str) -> None:
+    """``python -m pytest -m slow tests/test_recipes.py``."""
+    layouts = ["dp2", "tp2", "pp2.accum2", "vision1+dp1", *["dp2.ep2"] * (name == "qwen3_moe_omni")]
+    recipe = Recipe.load(name, overrides_of_omni(tiny, name))
+    report = verify_recipe(recipe, layouts, nproc=2, num_samples=8, pool=ranks)
+    assert report.ok, [row.reason for row in report.rows]
 
 
 def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str, str], tmp_path: Path) -> None:
@@ -250,6 +294,7 @@ def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, 
     assert all(layer["load"] >= 1 and layer["bytes"] > 0 for layer in line["experts"].values())
 
 
+@pytest.mark.second
 def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -267,6 +312,7 @@ def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str,
     assert run_on_ranks(ranks, 2, "pipeline", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -275,6 +321,7 @@ def test_all_pipeline_ranks_encode_the_images_of_a_step(ranks: RankPool, tiny: d
     assert run_on_ranks(ranks, 2, "separate_encoder", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -294,6 +341,7 @@ def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, s
     assert all(rows[name]["busy"] > 0 for name in ("image_encoder", "audio_encoder"))
 
 
+@pytest.mark.second
 def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -303,6 +351,7 @@ def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[st
     assert rows["image_encoder.tower"]["moved"] == rows["image_encoder.tower"]["items"] > 0
 
 
+@pytest.mark.second
 def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -319,6 +368,7 @@ def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     assert line["encoders"]["big"]["moved"] > 0 and 0 <= line["metrics"]["agreement"]["text"] <= 1
 
 
+@pytest.mark.second
 def test_forwards_and_backwards_of_stages_with_experts_run_in_turn(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -347,5 +397,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
-    run_here |= {"text_to_image", "text_to_latents", "two_towers"}
+    run_here |= {"text_to_image", "text_to_latents", "two_towers", "janus", *OMNI}
     assert set(list_recipes()) == run_here | {"quickstart"}

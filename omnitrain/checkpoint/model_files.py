@@ -42,11 +42,17 @@ def write_model(
     all_or_raise(peers, lambda: _begin(files, folder) if peers.rank == 0 else None)
     if files.adapters:
         write_files(files.adapters, pieces, folder, peers)
+    _write_weights(files.weights, pieces, folder, peers, previous)
+
+
+def _write_weights(
+    files: Sequence[WeightFile], pieces: Sequence[Piece], folder: Path, peers: Peers, previous: Path | None
+) -> None:
     linked: set[str] = set()
     if previous is not None:
-        linked = peers.of_first(_linked(files.weights, previous, folder) if peers.rank == 0 else linked)
-    write_files([file for file in files.weights if file.name not in linked], pieces, folder, peers)
-    all_or_raise(peers, lambda: _write_index(folder, files.weights) if peers.rank == 0 else None)
+        linked = peers.of_first(_linked(files, previous, folder) if peers.rank == 0 else linked)
+    write_files([file for file in files if file.name not in linked], pieces, folder, peers)
+    all_or_raise(peers, lambda: _write_index(folder, files) if peers.rank == 0 else None)
 
 
 def write_small(small: Mapping[str, bytes], folder: Path) -> None:

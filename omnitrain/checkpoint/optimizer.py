@@ -54,14 +54,11 @@ class OptimizerState:
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Save the state of ``optimizer``; parameters without any gradient so far have none. All its ranks call this.
+    """Save the state of ``optimizer``, without options, to ``folder``, the same on all its ranks, which call this.
 
-    ``model``: the model, sharded or not, whose parameter names are used. ``optimizer``: an optimizer of some of its
-    parameters. Its state may hold numbers, text and tensors; tensors of a sharded parameter must be sharded like it,
-    except scalars. Options of its groups are not saved. ``folder``: the same on all ranks; created if missing. An
-    earlier state in it is removed first and replaced. Raises UserError: the state holds something else, or the
-    optimizer has parameters that are not the model's; OSError: writing failed. This and any other error of writing is
-    raised on all ranks.
+    ``model``: sharded or not, whose parameter names are used. The state may hold numbers, text and tensors, sharded
+    like their parameter except scalars. An earlier state is replaced. Raises UserError: the state holds something else,
+    or parameters that are not the model's; OSError: writing failed. All ranks raise it.
     """
     parameters = parameters_at_rest(model)
     with _ranks_of(model) as peers:
@@ -149,10 +146,9 @@ def _together(peers: Peers, work: Callable[[], T]) -> T:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
     """Load what :func:`save_optimizer` saved, under any layout and precision. All ranks of the model call this.
 
-    ``model``: a model with the same parameter names and shapes as the saved one. Parameters that had an fp32 copy and
-    are now fp32 get the values of that copy, because their saved weights were rounded. ``optimizer``: an optimizer of
-    the same class, with or without offload. ``folder``: the same on all ranks. Raises UserError: raised on all ranks if
-    the folder has no state, or has state of parameters that are not the optimizer's or have another shape.
+    ``model``: with the same parameter names and shapes. Parameters that had an fp32 copy and are now fp32 get the
+    values of that copy, because their saved weights were rounded. ``optimizer``: of the same class, with or without
+    offload. Raises UserError, on all ranks: the folder has no state, or state of other parameters or shapes.
     """
     reader = dcp.FileSystemReader(folder)
     parameters = parameters_at_rest(model)
@@ -192,7 +188,6 @@ def load_averages(model: nn.Module, folder: str | Path) -> None:
 
 
 def _owner(key: str) -> str:
-    """Return the parameter name of a stored key."""
     return key.rpartition(".")[0]
 
 

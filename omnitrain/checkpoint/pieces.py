@@ -65,12 +65,11 @@ class PieceOwners:
         self._ranks: dict[DeviceMesh, frozenset[int]] = {}
 
     def piece(self, name: str, value: Tensor, number: int, like: Tensor | None = None, owner: str = "") -> Piece | None:
-        """Return the piece of a tensor that this rank writes. None: it writes none of it.
+        """Return the piece of a tensor that this rank writes; None: it writes none of it.
 
-        A sharded tensor is written by the ranks of the mesh of its first holder; of the replicas in this mesh,
-        ``number`` (the same on all ranks that hold it) chooses one, so that replicas share the work. A tensor that is
-        not sharded is written by its first holder. A tensor of the optimizer belongs to the parameter ``like`` with the
-        name ``owner``.
+        A sharded tensor is written by the ranks of the mesh of its first holder, any other by its first holder; of
+        replicas, ``number`` (equal on all ranks that hold it) chooses one, so that they share the work. A tensor of the
+        optimizer belongs to the parameter ``like`` of the name ``owner``.
         """
         holder, whole = self._first[owner or name], tuple(value.shape)
         if value.is_meta:

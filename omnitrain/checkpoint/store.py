@@ -108,9 +108,8 @@ class CheckpointStore:
     def save(self, step: int, write: Callable[[Path], None], peers: Peers = SINGLE_PROCESS) -> Path:
         """Call ``write(temporary_folder)`` and commit the files as the checkpoint of ``step``. All ``peers`` call this.
 
-        ``write`` writes this rank's files; it may use collectives. An error that it raises on one rank is raised there
-        at once, without asking the other ranks, which may be waiting for that rank inside ``write``. Raises
-        TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
+        ``write`` writes this rank's files; it may use collectives, so an error in it is raised at once, without asking
+        other ranks. Raises TrainingError: the disk is full or not writable. Earlier checkpoints stay intact.
         """
         final = self.folder_of(step)
         temporary = self.folder / f".{final.name}.partial"
@@ -188,10 +187,10 @@ class CheckpointStore:
         return self._verified(name, peers)
 
     def latest_intact(self, peers: Peers = SINGLE_PROCESS) -> Path | None:
-        """Return the newest checkpoint that rank 0 sees and that is not damaged, or None. All ``peers`` call this.
+        """Return the newest intact checkpoint that rank 0 sees, or None. All ``peers`` call this.
 
-        Newer ones are in :attr:`damaged` then, and stay where they are until :meth:`set_damaged_aside`. Raises
-        DamagedCheckpointError: all checkpoints are damaged; UserError: the ranks do not share the folder.
+        Newer ones are in :attr:`damaged` then, until :meth:`set_damaged_aside`. Raises DamagedCheckpointError: all are
+        damaged; UserError: the ranks do not share the folder.
         """
         names = peers.of_first([checkpoint.name for checkpoint in self._steps()] if peers.rank == 0 else [])
         for name in reversed(names):
@@ -333,7 +332,7 @@ def _put_aside(checkpoint: Path) -> Path:
 
 
 def _renamed(checkpoint: Path, target: Path) -> Path:
-    shutil.rmtree(target, ignore_errors=True)  # what an earlier one of this step has left there
+    shutil.rmtree(target, ignore_errors=True)  # an earlier save of this step may have left files there
     return checkpoint.rename(target)
 
 

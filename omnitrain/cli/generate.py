@@ -79,7 +79,7 @@ def _require_one_source(prompt: str | None, prompts: Path | None, chat: bool, *,
 
 
 def _answerer(checkpoint: Path, plugins: list[str] | None, **options: Any) -> Answerer:
-    from omnitrain.recipe.plugins import import_plugin
+    from omnitrain.recipe.functions import import_plugin
     from omnitrain.train.verbs.answer import Answerer
 
     for name in plugins or []:

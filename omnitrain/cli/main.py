@@ -128,7 +128,7 @@ def omnitrain(
 @app.command("ls")
 def list_shipped() -> None:
     """List the shipped recipes."""
-    from omnitrain.recipe.shipped import list_recipes, summary
+    from omnitrain.recipe.tree import list_recipes, summary
 
     for name, path in list_recipes().items():
         typer.echo(f"{name}  {summary(path)}".rstrip())
@@ -144,7 +144,7 @@ def cp(
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Copy a recipe, so that you can edit it."""
-    from omnitrain.recipe.shipped import copy_recipe
+    from omnitrain.recipe.tree import copy_recipe
 
     typer.echo(copy_recipe(name, destination, force=force))
 
@@ -195,7 +195,7 @@ def check(
 
 def names_a_model(name: str) -> bool:
     """Return whether ``name`` is a model: a folder, or ``org/name`` of the Hub; recipes are files or bare names."""
-    from omnitrain.recipe.shipped import list_recipes
+    from omnitrain.recipe.tree import list_recipes
 
     path = Path(name)
     is_hub_id = name.count("/") == 1 and not path.is_file() and path.suffix not in (".yaml", ".yml")
@@ -204,7 +204,7 @@ def names_a_model(name: str) -> bool:
 
 def names_a_folder(name: str) -> bool:
     """Return whether ``name`` is a folder; a shipped recipe takes precedence over a folder of the same name."""
-    from omnitrain.recipe.shipped import list_recipes
+    from omnitrain.recipe.tree import list_recipes
 
     return Path(name).is_dir() and name not in list_recipes()
 

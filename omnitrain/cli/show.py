@@ -107,20 +107,15 @@ def _what_to_show(asked: Mapping[str, bool]) -> str:
 def _refuse_other_options(context: typer.Context, shown: str) -> None:
     """Raise UserError for an option that only something else than ``shown`` takes."""
     for name in sorted({name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[shown])):
-        parameter = "json_file" if name == "json" else name
-        if _is_given(context, parameter):
+        source = context.get_parameter_source("json_file" if name == "json" else name)
+        if source is not None and source.name == "COMMANDLINE":
             takers = " or ".join(f"--{other}" for other, names in _OPTIONS.items() if name in names)
             option = f"--{name.replace('_', '-')}"
             raise UserError(f"{option} belongs to `show RECIPE {takers}`; add that option, or remove {option}")
 
 
-def _is_given(context: typer.Context, parameter: str) -> bool:
-    source = context.get_parameter_source(parameter)
-    return source is not None and source.name == "COMMANDLINE"
-
-
 def _show_recipe(name: str, overrides: list[str] | None) -> None:
-    from omnitrain.recipe.shipped import find_recipe
+    from omnitrain.recipe.tree import find_recipe
 
     if overrides:
         raise UserError(

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from omnitrain.exports import on_first_use
+from omnitrain.exports import homes_in, on_first_use
 
 if TYPE_CHECKING:
-    from omnitrain.data.loading.loader import build_dataloader
-    from omnitrain.data.packing.budget import pack_all
-    from omnitrain.data.packing.pack import Pack
-    from omnitrain.data.packing.sample import MediaSpan, Rejected
-    from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking
-    from omnitrain.data.render.processor import OmniProcessor
-    from omnitrain.data.render.renderer import ChatRenderer
-    from omnitrain.data.render.template_renderer import TemplateRenderer
-    from omnitrain.data.sources.media import Waveform
-    from omnitrain.data.sources.rows import open_sources
+    from omnitrain.data.loading.loader import build_dataloader as build_dataloader
+    from omnitrain.data.packing.budget import pack_all as pack_all
+    from omnitrain.data.packing.pack import Pack as Pack
+    from omnitrain.data.packing.sample import MediaSpan as MediaSpan
+    from omnitrain.data.packing.sample import Rejected as Rejected
+    from omnitrain.data.render.packing_collator import OmniDataCollatorWithPacking as OmniDataCollatorWithPacking
+    from omnitrain.data.render.processor import OmniProcessor as OmniProcessor
+    from omnitrain.data.render.renderer import ChatRenderer as ChatRenderer
+    from omnitrain.data.render.template_renderer import TemplateRenderer as TemplateRenderer
+    from omnitrain.data.sources.media import Waveform as Waveform
+    from omnitrain.data.sources.rows import open_sources as open_sources
 
-__all__ = [
-    "ChatRenderer",
-    "MediaSpan",
-    "OmniDataCollatorWithPacking",
-    "OmniProcessor",
-    "Pack",
-    "Rejected",
-    "TemplateRenderer",
-    "Waveform",
-    "build_dataloader",
-    "open_sources",
-    "pack_all",
-]
+__all__ = list(homes_in(__name__, __file__))
 
 _ROWS = "use ot.data.open_sources([ot.recipe.DataSource(path=...)])[0], or any dataset of torch or HF `datasets`"
 _TEMPLATE = (

@@ -91,9 +91,7 @@ def run_in_turns(
     """Run a forward in this thread and a backward, by autograd, in another one; the backward has the first turn.
 
     Neither may need a result of the other. Both compute on one stream of ``device``. ``draws``: one of them draws
-    random numbers, as dropout does.
-
-    Raises BaseException: the error of the pass that failed; the other one then ends where it waits next.
+    random numbers. The error of a pass is raised here; the other one ends where it waits next.
     """
     global _running
     assert _running is None, "a pair of passes runs already"

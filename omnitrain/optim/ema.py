@@ -27,7 +27,6 @@ class AveragedWeights(torch.optim.Optimizer):
                 self.state[parameter][_AVERAGE] = like_parameter(parameter, self._weight(parameter).clone())
 
     def _weight(self, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of a parameter, fp32."""
         if isinstance(self._optimizer, OffloadedOptimizer):
             parameter = self._optimizer.stand_in(parameter)
         return local_shard(parameter.detach())

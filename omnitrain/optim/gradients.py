@@ -45,11 +45,9 @@ def remember_holders(model: nn.Module, holders: Holders) -> None:
 def gradient_norm(parameters: Iterable[torch.nn.Parameter] | torch.nn.Parameter) -> torch.Tensor:
     """Return the Euclidean norm of all gradients together, each element counted once; the same on every rank.
 
-    All ranks must pass the same parameters in the same order; gradients may be missing on some ranks, and so may be the
-    parameters themselves: in a pipeline or with sections, those that other ranks hold are on the meta device here.
-    ``parameters``: plain tensors or DTensors, on any number of meshes. Parameters without a gradient count as zero.
-    Returns scalar fp32 on the gradients' device; zero if no parameter has a gradient. Raises ValueError: a gradient is
-    a partial sum, which must be reduced before its norm is known.
+    All ranks pass the same parameters, plain tensors or DTensors on any meshes, in the same order; gradients may be
+    missing on some, and count as zero; parameters of other stages or sections are on the meta device. Returns scalar
+    fp32 on the gradients' device. Raises ValueError: a gradient is a partial sum, which must be reduced before.
     """
     others = dict.fromkeys(_listed(parameters))
     squares = []
@@ -96,7 +94,6 @@ def _square(parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
 
 
 def _over_holders(square: torch.Tensor, holders: Holders) -> torch.Tensor:
-    """The sum of ``square`` over all holders."""
     total = square.to(holders.device)
     if holders.stages is not None:
         dist.all_reduce(total, group=holders.stages)

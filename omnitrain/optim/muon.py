@@ -55,7 +55,6 @@ class MuonWithAdamW(ShardedAdamW):
         torch.optim.Optimizer.__setstate__(self, state)
 
     def _update(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        """Update parameters of the same shape and placements."""
         directions = []
         for parameter in matrices:
             state = self.state[parameter]

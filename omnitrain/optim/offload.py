@@ -30,7 +30,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._copies = {p: _HostCopy(p) for group in groups for p in group["params"] if p in copied}
         self.inner = make([group | {"params": [self.stand_in(p) for p in group["params"]]} for group in groups])
         super().__init__(groups, self.inner.defaults)
-        self._take_options_from_inner()
+        self._copy_options(self.inner, self)
 
     def stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 copy of a parameter, or the parameter itself if it has none."""
@@ -40,7 +40,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters from their gradients. ``closure`` must be None, and None is returned."""
         assert closure is None, "a closure would compute gradients twice"
-        self._copy_options()
+        self._copy_options(self, self.inner)
         for copy in self._copies.values():
             copy.fetch()
         for device in {parameter.device for parameter in self._copies if parameter.device.type == "cuda"}:
@@ -52,7 +52,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer without offload, plus ``masters`` for parameters that are not fp32."""
-        self._copy_options()
+        self._copy_options(self, self.inner)
         masters = {
             index: self._copies[parameter].master.data
             for index, parameter in enumerate(p for group in self.param_groups for p in group["params"])
@@ -69,17 +69,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for index, value in state_dict.get("masters", {}).items():
             if parameters[index] in self._copies:
                 self._copies[parameters[index]].load(value)
-        self._take_options_from_inner()
+        self._copy_options(self.inner, self)
         self._show_state()
 
-    def _take_options_from_inner(self) -> None:
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update({name: value for name, value in inner.items() if name != "params"})
-
-    def _copy_options(self) -> None:
-        """Copy options such as the learning rate, which callers set on this optimizer's groups, to the inner one."""
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update({name: value for name, value in outer.items() if name != "params"})
+    @staticmethod
+    def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+        """Copy options of groups, such as the learning rate, which callers set on this optimizer's groups."""
+        for given, group in zip(source.param_groups, target.param_groups, strict=True):
+            group.update({name: value for name, value in given.items() if name != "params"})
 
     def _show_state(self) -> None:
         for group in self.param_groups:

@@ -76,12 +76,9 @@ def gpu_of_rank() -> torch.device:
 
 
 def require_own_gpu(store: dist.Store, rank: int) -> None:
-    """Check that no other rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
+    """Raise UserError if another rank has the current GPU: NCCL would wait for ever, or not name the two ranks.
 
     Parts of one GPU (MIG) may have its UUID, and are one GPU to NCCL, too, unless the user asks it for more.
-    ``store``: of all ranks.
-
-    Raises UserError: another rank has it.
     """
     import torch
 

@@ -29,13 +29,9 @@ def join_process_group(backend: str) -> None:
     """Create the default process group of the ranks that the environment names. All ranks must call it.
 
     If they do not come within :data:`SILENT_SECONDS`, a line on stderr says which ranks are missing, where this one
-    waits, and which variables to unset. The wait goes on.
-
-    Torch's GPU is not bound to the group (``device_id``): until pytorch#197568 is mended, a group of the host with some
-    of the ranks would then wait for ever.
-
-    Raises UserError: a variable is missing, or another rank has the GPU of this one; TrainingError: ranks did not come
-    within torch's time limit.
+    waits, and which variables to unset. Torch's GPU is not bound to the group (``device_id``): until pytorch#197568 is
+    mended, a group of the host with some of the ranks would then wait for ever. Raises UserError: a variable is
+    missing, or another rank has the GPU of this one; TrainingError: ranks did not come within torch's time limit.
     """
     if missing := [name for name in _NAMED if not os.environ.get(name)]:
         raise UserError(f"{_set()} set, but not {', '.join(missing)}; {_unset()}")

@@ -22,10 +22,8 @@ from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.sequence.async_ulysses.check import AsyncUlyssesModules
 from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.tensor.sequence_parallel import TokenSharding
-from omnitrain.plan import StepPlan
 from omnitrain.plan.mesh import DENSE_AXES
 from omnitrain.plan.placement import Topology
-from omnitrain.plan.schedule.encoders import EncoderWindows
 from omnitrain.recipe.parallel import ComponentPlan, Section
 
 _ATTRIBUTE = "_applied_layout"
@@ -56,8 +54,8 @@ class ModelLayout:
 
     # the factorisation of the ranks of this rank's section. Without sections, the foundation uses it.
     state: ParallelState
-    # component -> the factorisation of the ranks that share its matrices: that of its section, or one of its own.
-    # Another section's has no process groups.
+    # component -> the state of the ranks that share its matrices: the state of its section, or one of its own.
+    # The state of another section has no process groups.
     states: Mapping[str, ParallelState]
     components: Mapping[str, ComponentLayout]  # component -> its layout
     topology: Topology  # where and when each component runs
@@ -89,12 +87,6 @@ class ModelLayout:
         here = [name for name in self.components if self.holds(name)]
         for state in dict.fromkeys(self.states[name] for name in here):
             yield state, [p for n in here if self.states[n] is state for p in model.components[n].values()]
-
-    def encoders(self, plan: StepPlan) -> tuple[EncoderWindows, ...]:
-        """Return the windows of a step, for each component that is encoded by actions of ``main``."""
-        exchanged = set(plan.topology.names("exchange"))
-        placements = [plan.topology.component(name) for name in self.components if name in exchanged]
-        return tuple(EncoderWindows(c.name, c.window or plan.num_micro_batches, c.is_trained) for c in placements)
 
     def table(self, model: OmniModel | None) -> LayoutTable:
         """Return a printable table with one row per component; without ``model``, sizes and dtypes are empty."""
@@ -141,10 +133,7 @@ def planned_table(
     """Return the table of a model that is not parallelized yet.
 
     Its dtypes are the present ones of the weights. It lacks settings that only the ranks decide, such as sequence
-    parallelism.
-
-    ``model``: the model. ``plans``: component -> its complete plan. ``units``: component -> names of its FSDP units.
-    ``sections``: component -> the text of its section (:func:`section_text`); empty without sections.
+    parallelism. ``sections``: component -> :func:`section_text`.
     """
     return LayoutTable(
         _row(name, sections.get(name, ""), plans[name], len(units[name]), list(parameters.values()))

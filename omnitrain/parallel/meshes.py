@@ -38,9 +38,8 @@ def device_meshes(shape: MeshShape, device_type: str, first_rank: int = 0) -> di
 def data_mesh(shape: MeshShape, device_type: str, first_rank: int = 0) -> DeviceMesh | None:
     """Create only the mesh ``fsdp`` of :func:`device_meshes`, for a component with degrees of its own.
 
-    Its root also has the axes ``pp`` and ``tp``, so each pipeline stage, and each tensor parallel rank in it, shards
-    its parameters over ranks of its own. All ranks of the run must call it; it is None on ranks that ``shape`` does not
-    have.
+    Its root also has the axes ``pp`` and ``tp``, whose ranks shard their parameters over ranks of their own. All ranks
+    of the run must call it; it is None on ranks that ``shape`` does not have.
     """
     groups = _Groups(shape, first_rank, _DENSE_ROOT)
     if not groups.has_this_rank:

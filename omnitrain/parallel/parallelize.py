@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -239,7 +239,7 @@ def _apply(prepared: _Prepared, *, loader: Callable[..., WeightLoader] | None, f
     _freeze(omni, prepared.plans)
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
-    elsewhere = _held_elsewhere(omni, plans)
+    elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in omni.components.keys() - plans))
     loader = None if loader is None else loader(omni, device, state.section_group, elsewhere)
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
@@ -284,12 +284,6 @@ def _apply(prepared: _Prepared, *, loader: Callable[..., WeightLoader] | None, f
     remember_layout(omni, layout)
 
 
-def _held_elsewhere(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> frozenset[str]:
-    """Names of the parameters of components without a plan here; the parameters themselves would keep their memory."""
-    components = model.components
-    return frozenset(chain.from_iterable(components[name] for name in components.keys() - plans))
-
-
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:
     """Make the parameters that only other ranks have empty."""
     if loader is not None:
@@ -302,9 +296,8 @@ def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader |
 
 def _freeze(model: OmniModel, plans: Mapping[str, ComponentPlan]) -> None:
     for name, parameters in model.components.items():
-        if plans[name].freeze:
-            for parameter in parameters.values():
-                parameter.requires_grad_(False)
+        for parameter in parameters.values() if plans[name].freeze else ():
+            parameter.requires_grad_(False)
 
 
 def _shard_matrices(prepared: _Prepared, plans: Mapping[str, ComponentPlan], pipeline: Pipeline | None) -> None:
@@ -360,13 +353,13 @@ def _set_compute_dtypes(model: OmniModel, plans: Mapping[str, ComponentPlan]) ->
         for name, parameters in model.components.items()
         for path, parameter in parameters.items()
     }
+
+    def stays_fp32_in(root: str, name: str) -> bool:
+        return must_stay_fp32(f"{root}.{name}")
+
     for name, module in model.named_children():
         assert isinstance(module, PreTrainedModel)
-        compute_in(module, dtypes, computed.get(name), partial(_in_model, must_stay_fp32, name))
-
-
-def _in_model(must_stay_fp32: Callable[[str], bool], root: str, name: str) -> bool:
-    return must_stay_fp32(f"{root}.{name}")
+        compute_in(module, dtypes, computed.get(name), partial(stays_fp32_in, name))
 
 
 def _spread_experts(

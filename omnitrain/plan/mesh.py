@@ -130,22 +130,11 @@ def fit_mesh(
     ep: int = 1,
     keys: Mapping[str, str] = _RECIPE_KEYS,
 ) -> MeshShape:
-    """Factorise ``world_size`` ranks with these degrees. Degrees that are None are inferred.
+    """Factorise ``world_size`` ranks with these degrees. Degrees that are None are inferred, or raise UserError.
 
-    Args:
-        world_size: number of all ranks.
-        pp: pipeline stages.
-        dp: dp_replicate x dp_shard. None: all ranks that the other degrees leave.
-        dp_replicate: copies of the parameters. If both this and ``dp_shard`` are None, there is one copy.
-        dp_shard: data-parallel ranks that share one copy.
-        cp: ranks that share a sequence with ring attention.
-        sp: ranks that share a sequence with Ulysses, which exchanges tokens for heads.
-        tp: ranks that share every layer's matrices.
-        ep: ranks that share one copy of the experts; must divide dp_shard x cp x sp.
-        keys: axis -> name of its degree in errors. An axis without an entry keeps its name. The default is for recipes.
-
-    Raises:
-        UserError: degrees that do not fit; the message lists degrees that would.
+    Axes are those of :class:`MeshShape`; ``dp`` is dp_replicate x dp_shard. If neither of the two is set, there is one
+    copy. ``ep`` must divide dp_shard x cp x sp. ``keys``: axis -> name of its degree in errors, by default as in
+    recipes. An error lists degrees that would fit.
     """
     model = {"pp": pp, "cp": cp, "sp": sp, "tp": tp}
     given = {"pp": pp, "dp": dp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, **model, "ep": ep}

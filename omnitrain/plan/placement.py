@@ -81,11 +81,7 @@ class CallSite:
 
 @dataclass(frozen=True)
 class Topology:
-    """Components and ranks of a run; equal on all ranks.
-
-    Raises:
-        ValueError: invalid ranks, names or places; the message lists all problems.
-    """
+    """Components and ranks of a run; equal on all ranks. A ValueError lists all problems of ranks, names and places."""
 
     world_size: int  # number of ranks
     components: tuple[Placement, ...]  # components in the order in which they encode

@@ -59,9 +59,6 @@ def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) 
     """Return the block in which two runs of one segment attend to each other under a mask by distance, or None.
 
     The block is trimmed at its ends: no keys without a query, and no queries without a key.
-
-    ``queries``: run of token indices. ``keys``: run of token indices. ``causal``: tokens do not attend to later tokens.
-    ``window``: with ``causal``, the number of latest tokens that a token attends to, itself included. None: all.
     """
     (first, end), (first_key, end_key) = queries, keys
     if causal:

@@ -35,12 +35,10 @@ class SequenceSplit:
 
 
 def split_sequence(num_tokens: int, *, sp: int, cp: int = 1) -> SequenceSplit:
-    """Split a sequence of ``num_tokens`` among ``cp x sp`` ranks.
+    """Split a sequence of ``num_tokens`` among ``cp x sp`` ranks, or raise UserError if these are more.
 
     The sequence is cut into 2 cp nearly equal chunks. Cp rank c gets chunks c and 2 cp - 1 - c, so that all cp ranks
     have about the same work under a causal mask. Its sp ranks get nearly equal runs of its tokens.
-
-    Raises UserError: fewer tokens than ranks.
     """
     if num_tokens < sp * cp:
         raise UserError(

@@ -11,7 +11,6 @@ import numpy as np
 
 from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.placement import Placement, Topology
-from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.ragged import ranges, runs_within
 from omnitrain.plan.tables import StepTables
 
@@ -68,8 +67,7 @@ class Balance(NamedTuple):
 class StepPlan(StepTables):
     """Everything the ranks decide together for one optimizer step: the draws, and the work of each rank.
 
-    ``M`` is the number of micro-batches, ``E`` the number of call sites. Ranks that drew fewer micro-batches run empty
-    ones. ``slot`` has the first micro-batch of the window in which an item is encoded.
+    ``M``: number of micro-batches; a rank that drew fewer runs empty ones; ``E``: number of call sites.
     """
 
     topology: Topology  # components and ranks of the run
@@ -124,7 +122,7 @@ class StepPlan(StepTables):
         Of ranks that make a call together, the n-th one sends to the n-th one of each call group.
         """
         item, consumer = self._consumers(component, micro_batch)
-        order = stable_order(consumer, item)
+        order = np.lexsort((item, consumer))
         item, consumer = item[order], consumer[order]
         groups = self.topology.call_group_of(component)
         nth = (groups == np.arange(len(groups))[:, None]).argmax(axis=1)
@@ -287,7 +285,7 @@ def _producers_of(
     if component.place == "local":
         return first[owner]
     workers = np.unique(first[list(component.ranks)])
-    workers = workers[stable_order(topology.group_of[workers])]
+    workers = workers[np.argsort(topology.group_of[workers], kind="stable")]
     in_group = np.bincount(topology.group_of[workers], minlength=len(topology.data_groups))
     if component.place == "group":
         return _dealt(workers, in_group, topology.group_of[owner], micro_batch, cost)
@@ -322,7 +320,7 @@ def _work(
     """Return ``work``, ``call`` and ``work_cell`` of :class:`StepPlan`, and ``calls_with_data`` of the encoders."""
     ranks, media = topology.world_size, len(topology.media)
     cell = tables.slot * ranks + producer
-    work = stable_order(cell, tables.shape)
+    work = np.lexsort((tables.shape, cell))
     cell, shape = cell[work], tables.shape[work]
     opens_cell = np.diff(cell, prepend=-1) != 0
     opens_call = opens_cell | (np.diff(shape, prepend=-1) != 0) | _over_limits(topology, tables, work, cell, shape)

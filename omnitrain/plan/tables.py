@@ -116,9 +116,7 @@ def needed_capacity(gathered: Sequence[np.ndarray] | np.ndarray) -> int:
 
 
 def decode_tables(topology: Topology, gathered: Sequence[np.ndarray] | np.ndarray) -> StepTables:
-    """Decode the tables of all ranks, which were encoded with ``topology``.
-
-    ``gathered``: ``[words]`` int64 of each rank, in order of ranks, padded or not; or ``[ranks, words]``.
+    """Decode the tables of all ranks, padded or not, that were encoded with ``topology``: ``[words]`` int64 each.
 
     Raises ValueError: the number of tables is not the number of ranks, or a table did not fit its capacity.
     """

@@ -38,11 +38,10 @@ class WindowChoice:
 
 
 class WindowChooser:
-    """Choose the windows of each step. All ranks that plan a step choose the same.
+    """Choose the windows of each step, equally on all ranks.
 
-    ``choices``: the components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
-    backwards of the step. Picklable. ``num_parameters``: component -> active parameters per token, from which ``auto``
-    estimates times.
+    ``choices``: components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
+    backwards. ``num_parameters``: component -> active parameters per token, from which ``auto`` estimates times.
     """
 
     def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:

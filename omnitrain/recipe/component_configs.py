@@ -80,6 +80,7 @@ class FlowDecoderConfig(PreTrainedConfig):
     Attributes:
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels.
+        patch_size: side of the square of latents that is one token.
         width: of the velocity network.
         depth: its number of blocks.
         num_steps: steps of the integration from noise to a latent.
@@ -91,8 +92,22 @@ class FlowDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    patch_size: int = 1
     width: int = 256
     depth: int = 3
+    num_steps: int = 16
+    initializer_range: float = 0.02
+
+
+class InContextDecoderConfig(PreTrainedConfig):
+    """Config of ``InContextDecoder``; attributes as in :class:`FlowDecoderConfig`."""
+
+    model_type = "omnitrain_in_context_decoder"
+
+    tokenizer: dict | None = None
+    hidden_size: int = 0
+    image_size: int | None = None
+    patch_size: int = 1
     num_steps: int = 16
     initializer_range: float = 0.02
 
@@ -103,6 +118,14 @@ class PatchCodecConfig(PreTrainedConfig):
     model_type = "omnitrain_patches"
 
     patch_size: int = 4
+
+
+class LatentVAEConfig(PreTrainedConfig):
+    """Config of ``LatentVAE``; ``vae``: the config of an ``AutoencoderKL`` of diffusers."""
+
+    model_type = "omnitrain_vae"
+
+    vae: dict | None = None
 
 
 class MelVQConfig(PreTrainedConfig):
@@ -130,6 +153,8 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
         TeacherConfig,
         TokenDecoderConfig,
         FlowDecoderConfig,
+        InContextDecoderConfig,
+        LatentVAEConfig,
         MelVQConfig,
         PatchCodecConfig,
     )

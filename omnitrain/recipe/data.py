@@ -7,9 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
-from omnitrain.recipe.strict import Idle, Problem, Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict, short_for
 from omnitrain.recipe.suggest import hint
 
 Overlong = Literal["drop", "error", "split"]
@@ -257,10 +257,6 @@ class ConditionDropout(Strict):
     """Chance that it loses the videos."""
 
 
-def _whole_condition(value: Any) -> Any:
-    return {"whole": value} if isinstance(value, int | float) else value
-
-
 class Data(Strict):
     """Data sets, the conversion of rows to samples, and packing."""
 
@@ -275,9 +271,9 @@ class Data(Strict):
     """Evaluation data sets."""
     chat: ChatFormat | None = None
     """The chat format. Unset: the one saved with `model.checkpoint`, or the defaults below."""
-    condition_dropout: Annotated[
-        ConditionDropout, BeforeValidator(_whole_condition, json_schema_input_type=float | ConditionDropout)
-    ] = Field(default_factory=lambda: ConditionDropout())
+    condition_dropout: Annotated[ConditionDropout, short_for("whole", int | float, float | ConditionDropout)] = Field(
+        default_factory=lambda: ConditionDropout()
+    )
     """Train some samples whose answers have media without their condition, for `guidance` of generation. A number is
     short for {whole: ...}."""
     processor: str | None = None

@@ -19,24 +19,14 @@ Location = tuple[str | int, ...]
 
 # Accepted by every config class, without being a field.
 _COMMON_KEYS = {
-    "model_type",
-    "num_labels",
-    "output_attentions",
-    "per_layer_config",
-    "tie_word_embeddings",
-    "torch_dtype",
+    *("model_type", "num_labels", "output_attentions", "per_layer_config", "tie_word_embeddings", "torch_dtype"),
 }
 # Older keys that every class with `rope_parameters` converts.
 _ROPE_KEYS = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 # Read by some models, but missing in HF's `RopeParameters`.
 _MORE_ROPE_PARAMETERS = {
-    "alpha",
-    "llama_4_scaling_beta",
-    "long_mscale",
-    "max_position_embeddings",
-    "mrope_interleaved",
-    "short_mscale",
-    "type",
+    *("alpha", "llama_4_scaling_beta", "long_mscale", "short_mscale"),
+    *("max_position_embeddings", "mrope_interleaved", "type"),
 }
 # Integers that must be positive; HF accepts 0 and divides by it later.
 _SIZES = {

@@ -137,8 +137,7 @@ def parse_layout(text: str) -> Layout:
     ``twice`` (``encode_twice``), ``ahead``, ``nixl`` (``carrier``), ``windowN`` (``micro_batch``), ``slotsN``,
     ``flightN`` (``in_flight``).
 
-    Raises:
-        UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.
+    Raises UserError: a word is unknown or sets a field twice; lists all such words, and the valid ones.
     """
     if not isinstance(text, str):
         raise UserError(f"layout: found {text!r}; expected words such as 'dp2', joined by dots")
@@ -168,7 +167,6 @@ def parse_layout(text: str) -> Layout:
 
 
 def _parse_section(text: str) -> tuple[str, Section] | None:
-    """The name of a section, and its settings."""
     first, *words = text.split(".")
     match = re.fullmatch(r"([a-z]\w*?)([1-9]\d*)", first)
     if match is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from omnitrain.recipe.hf_config import check_hf_config_keys, check_hf_processor_keys
-from omnitrain.recipe.strict import Idle, Problem, Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict, short_for
 
 
 class HFSource(Strict):
@@ -26,11 +26,7 @@ class HFSource(Strict):
             yield (), f"give exactly one of `path` (pretrained weights) and `config` (random weights), found {given}"
 
 
-def _path_shorthand(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-Source = Annotated[HFSource, BeforeValidator(_path_shorthand, json_schema_input_type=str | HFSource)]
+Source = Annotated[HFSource, short_for("path", str, str | HFSource)]
 
 
 class Projector(Strict):
@@ -69,14 +65,25 @@ class Encoder(Strict):
 
 
 class Flow(Strict):
-    """The velocity network of a decoder that writes latents, and how it generates."""
+    """How a decoder writes latents: by a flow from noise."""
 
+    kind: Literal["head", "in_context"] = "head"
+    """`head`: latent by latent, by a small velocity network on each hidden state; `in_context`: all latents of an image
+    at once, by the foundation, in which they see each other."""
+    patch_size: int = Field(1, ge=1)
+    """Side of the square of the tokenizer's latents that is one token."""
     width: int = Field(256, ge=1)
-    """Width of the network."""
+    """Width of the network of `head`."""
     depth: int = Field(3, ge=1)
-    """Number of its residual blocks."""
+    """Number of residual blocks of the network of `head`."""
     num_steps: int = Field(16, ge=1)
-    """Euler steps from noise to a latent, in generation."""
+    """Euler steps from noise to latents, in generation."""
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the keys of the network that the kind does not have."""
+        if self.kind == "in_context":
+            for key in ("width", "depth"):
+                yield Idle(key, "but with `kind: in_context` the foundation is the network; remove it")
 
 
 class Decoder(Strict):
@@ -84,9 +91,9 @@ class Decoder(Strict):
 
     tokenizer: Source | None = None
     """The frozen media tokenizer. Codes: a HF VQ model (Janus, Emu3, Chameleon VQ) for images; a HF codec (EnCodec,
-    DAC, Mimi) or omnitrain's mel-VQ for audio. Latents: omnitrain's patches of pixels. A string is short for
-    {path: ...}. Unset: the one of the foundation, with the embedding and the head that the foundation has for its codes
-    (Janus)."""
+    DAC, Mimi) or omnitrain's mel-VQ for audio. Latents: an AutoencoderKL of diffusers, or omnitrain's patches of
+    pixels. A string is short for {path: ...}. Unset: the one of the foundation, with the embedding and the head that
+    the foundation has for its codes (Janus)."""
     image_size: int | None = Field(None, ge=1)
     """Side of the square target images, in pixels. Images only. Unset: the only size of the tokenizer (Janus)."""
     image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)

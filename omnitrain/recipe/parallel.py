@@ -310,27 +310,21 @@ class ParallelPlan(Strict):
             ),
         ]
 
-    def with_expert_chunks(self, numbers: Mapping[str, int]) -> ParallelPlan:
-        """Return the plan with the numbers of chunks, component -> number, in place of `auto`."""
-        of_default = self.default.experts.chunks
+    def with_numbers(self, key: str, word: str, numbers: Mapping[str, float]) -> ParallelPlan:
+        """Return the plan with these numbers, component -> number, where ``key`` of its plan is ``word``."""
         fixed = {}
         for name, number in numbers.items():
             plan = self.components.get(name, ComponentPlan())
-            if (of_default if plan.experts.chunks is None else plan.experts.chunks) == AUTO_CHUNKS:
-                fixed[name] = plan.changed({"experts.chunks": number})
-        default = self.default.changed({"experts.chunks": None if of_default == AUTO_CHUNKS else of_default})
-        return self.model_copy(update={"default": default, "components": {**self.components, **fixed}})
-
-    def with_quadratic_costs(self, costs: Mapping[str, float]) -> ParallelPlan:
-        """Return the plan with these numbers, component -> number, in place of `measured`."""
-        of_default = self.default.quadratic_cost
-        plans = {name: self.components.get(name, ComponentPlan()) for name in costs}
-        fixed = {
-            name: plan.model_copy(update={"quadratic_cost": costs[name]})
-            for name, plan in plans.items()
-            if (of_default if plan.quadratic_cost is None else plan.quadratic_cost) == "measured"
-        }
+            own = value_of(plan, key)
+            if (value_of(self.default, key) if own is None else own) == word:
+                fixed[name] = plan.changed({key: number})
         return self.model_copy(update={"components": {**self.components, **fixed}})
+
+    def with_expert_chunks(self, numbers: Mapping[str, int]) -> ParallelPlan:
+        """Return the plan with the numbers of chunks, component -> number, in place of `auto`, also of the default."""
+        of_default = self.default.experts.chunks
+        default = self.default.changed({"experts.chunks": None if of_default == AUTO_CHUNKS else of_default})
+        return self.with_numbers("experts.chunks", AUTO_CHUNKS, numbers).model_copy(update={"default": default})
 
     def divided_encoders(self) -> list[str]:
         """Return the encoders whose towers sections name without their projectors."""

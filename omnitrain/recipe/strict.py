@@ -15,7 +15,15 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Any, LiteralString, NamedTuple, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from omnitrain.recipe.other_names import in_place_of
@@ -35,6 +43,13 @@ def raise_located(node: str, problems: Iterable[Problem], kind: LiteralString = 
     ]
     if found:
         raise ValidationError.from_exception_data(node, found)
+
+
+def short_for(key: str, kind: Any, schema: Any) -> BeforeValidator:
+    """Let a value of this kind be short for a node with it under ``key``; ``schema``: the type of either."""
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, kind) else value, json_schema_input_type=schema
+    )
 
 
 class Idle(NamedTuple):

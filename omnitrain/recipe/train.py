@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from omnitrain.recipe.functions import FunctionName
-from omnitrain.recipe.strict import Idle, Problem, Strict
+from omnitrain.recipe.strict import Idle, Problem, Strict, short_for
 
 # In a line of metrics.jsonl, by its path.
 _LOSS = re.compile(r"(heldout\.)?(heads\.[^.]+\.)?loss")
@@ -115,10 +115,6 @@ class Compile(Strict):
         """Yield the key that is unused without compilation."""
         if not self.enabled:
             yield Idle("max_recompiles", "but nothing is compiled; remove it, or set `enabled: true`")
-
-
-def _compile_shorthand(value: Any) -> Any:
-    return {"enabled": value} if isinstance(value, bool) else value
 
 
 class ExpertsBalance(Strict):
@@ -259,7 +255,7 @@ class Train(Strict):
     """Steps to trace in detail."""
     report: bool = True
     """Write report.html at the end of the run."""
-    compile: Annotated[Compile, BeforeValidator(_compile_shorthand, json_schema_input_type=bool | Compile)] = Field(
+    compile: Annotated[Compile, short_for("enabled", bool, bool | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False)
     )
     """`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}."""

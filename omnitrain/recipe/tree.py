@@ -7,6 +7,7 @@ Every field has a description; ``omnitrain show --schema`` prints them as JSON s
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,11 +17,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.evaluation import Evaluation
+from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
-from omnitrain.recipe.plugins import import_plugin
 from omnitrain.recipe.problems import problem_lines
-from omnitrain.recipe.shipped import find_recipe
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
 from omnitrain.recipe.train import Train
@@ -184,15 +184,11 @@ class Recipe(Strict):
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:
-        """Load a YAML recipe.
+        """Load a YAML file, or a shipped recipe by its name (``quickstart``), with ``overrides`` in order.
 
-        Args:
-            path: YAML file, or the name of a shipped recipe (``quickstart``).
-            overrides: ``key.sub=value`` strings, applied in order; values are YAML.
-
-        Raises:
-            RecipeError: no such recipe, or invalid YAML, or problems in the tree or the overrides; lists all problems
-                with their paths and, for unknown keys, the nearest valid key.
+        An override is ``key.sub=value``; values are YAML. Raises RecipeError: no such recipe, or invalid YAML, or
+        problems in the tree or the overrides; lists all of them with their paths and, for unknown keys, the nearest
+        valid key.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(
@@ -292,3 +288,64 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a recipe (draft 2020-12), for completion and checks in editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def recipes_folder() -> Path:
+    """Return the folder of the shipped recipes."""
+    installed = _PACKAGE / "recipes"
+    return installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return the shipped recipes: name -> file, sorted by name."""
+    return {path.stem: path for path in sorted(recipes_folder().glob("*.yaml"))}
+
+
+def summary(path: Path) -> str:
+    """Return the first comment line of a recipe without its ``#``, or an empty string."""
+    comments = (line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#"))
+    return next(comments, "").lstrip("#").strip()
+
+
+def find_recipe(path: str | Path) -> Path:
+    """Return the file of a recipe, named by a file or as shipped; RecipeError: there is none; where it was searched."""
+    if Path(path).is_file():
+        return Path(path)
+    shipped = list_recipes()
+    if str(path) in shipped:
+        return shipped[str(path)]
+    if (saved := Path(path, "recipe.yaml")).is_file():
+        raise RecipeError(
+            f"{path} is the folder of a run, and no recipe: `omnitrain run {path}` continues the run, and "
+            f"`omnitrain run {saved} output_dir=NEW` starts another with its recipe"
+        )
+    advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"
+    raise RecipeError(
+        f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe with that name in "
+        f"{recipes_folder()}; {advice}"
+    )
+
+
+def copy_recipe(name: str, destination: str | Path, *, force: bool = False) -> Path:
+    """Copy a shipped recipe, or a file, to a file or into a folder, so that a user can edit it; return the new file.
+
+    Raises RecipeError: no such recipe or folder, or the file exists (without ``force``), or cannot be written.
+    """
+    source = find_recipe(name)
+    target = Path(destination)
+    if target.is_dir():
+        target = target / source.name
+    if not target.parent.is_dir():
+        raise RecipeError(f"no folder {target.parent} to copy `{name}` into; create it first")
+    if target.exists() and not force:
+        raise RecipeError(f"{target} exists; choose another name, or overwrite it with --force")
+    if target.exists() and target.samefile(source):
+        raise RecipeError(f"{target} is `{name}` itself; choose another destination")
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise RecipeError(f"{target} cannot be written: {error.strerror}; choose another destination") from None
+    return target

@@ -53,6 +53,7 @@ BACKENDS = (
     OptionalPackage("av", "av", "reads video files", "video"),
     OptionalPackage("peft", "peft", "LoRA", "lora"),
     OptionalPackage("torchao", "torchao", "optimizer states of 8 bits", "low-bit"),
+    OptionalPackage("diffusers", "diffusers", "latents of images", "vae"),
     OptionalPackage("nixl_cu12", "nixl-cu12", "writes messages into other ranks' memory", "nixl"),
     OptionalPackage("tensorboard", "tensorboard", "draws metrics", "track"),
     OptionalPackage("wandb", "wandb", "draws metrics", "wandb"),

@@ -47,7 +47,13 @@ def build_from_recipe(recipe: Recipe, init_device: str = "cpu") -> tuple[OmniMod
     parts = recipe.model
     if parts.checkpoint is not None:
         model, processor = load_checkpoint(
-            parts.checkpoint, parts.freeze, init_device, recipe.data.chat, torch.float32, teachers=parts.teachers
+            parts.checkpoint,
+            parts.freeze,
+            init_device,
+            recipe.data.chat,
+            torch.float32,
+            teachers=parts.teachers,
+            plan=recipe.parallel,
         )
         _require_same_tokens(parts.teachers, processor.tokenizer)
         _add_adapters(model, recipe.parallel)
@@ -103,12 +109,14 @@ def load_checkpoint(
     teachers: Mapping[str, str] | None = None,
     checked: bool = True,
     averaged: bool = False,
+    plan: ParallelPlan | None = None,
 ) -> tuple[OmniModel, OmniProcessor]:
     """Load a saved model, with its LoRA adapters if it has any, and its processor.
 
     ``folder``: a run, whose newest checkpoint is loaded, or what ``save_pretrained`` wrote. ``frozen``: components to
     freeze. ``chat`` replaces the saved format. ``teachers``: component -> language model to add. ``checked``: verify
     the checksums of files, but the optimizer's, before reading. ``averaged``: load the averages of ``train.ema``.
+    ``plan``: of the run; media that it cannot train are refused in rows.
     Raises UserError, WeightsError: not such a folder, or tensors are missing, unexpected or of the wrong shape.
     """
     folder = newest_checkpoint(folder)
@@ -118,18 +126,15 @@ def load_checkpoint(
         weights_path=str(folder), teachers=teachers, init_device=init_device, torch_dtype=torch_dtype
     )
     if averaged:
-        _load_averages(model, folder)
+        if not (folder / EMA_FOLDER).is_dir():
+            raise UserError(f"{folder} has no averages of its weights; only a run with `train.ema` keeps them")
+        load_averages(model, folder / EMA_FOLDER)
     freeze(model, frozen or [])
-    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), model.native_inputs)
+    native = of_whole_sequences(plan or ParallelPlan(), model.native_inputs)
+    processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), native)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
     return model, processor
-
-
-def _load_averages(model: OmniModel, checkpoint: Path) -> None:
-    if not (checkpoint / EMA_FOLDER).is_dir():
-        raise UserError(f"{checkpoint} has no averages of its weights; only a run with `train.ema` keeps them")
-    load_averages(model, checkpoint / EMA_FOLDER)
 
 
 def _add_adapters(model: OmniModel, plan: ParallelPlan) -> None:
@@ -281,7 +286,7 @@ def _require_teachers(
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
     """Return the HF processor's chat format if one is used, else the recipe's; and ids of added tokens."""
     data = recipe.data
-    by_processor = _by_processor(recipe, _without_shared_sequences(recipe, model.native_inputs))
+    by_processor = _by_processor(recipe, of_whole_sequences(recipe.parallel, model.native_inputs))
     starts = data.chat or ChatFormat()
     start_tokens = [*(getattr(starts, modality) for modality in sorted(attached)), *starts.starts.values()]
     if isinstance(by_processor, TemplateRenderer):
@@ -312,10 +317,13 @@ def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Ma
     return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
 
 
-def _without_shared_sequences(recipe: Recipe, native: NativeInputs) -> NativeInputs:
-    """Refuse ``in_forward`` media if ranks share sequences, because each rank has only a slice of a sequence."""
-    plan = recipe.parallel.of(FOUNDATION)
-    if (plan.ulysses or 1) * (plan.cp or 1) == 1:
+def of_whole_sequences(plan: ParallelPlan, native: NativeInputs) -> NativeInputs:
+    """Refuse ``in_forward`` media if a rank has only a slice of a sequence, and written ones if none has all of it."""
+    own = plan.of(FOUNDATION)
+    shares = (own.ulysses or 1) * (own.cp or 1) > 1
+    if shares or (own.pp or 1) > 1:
+        native = native.without_words("no rank has all of its codes; set pp, ulysses and cp to 1")
+    if not shares:
         return native
     fact = "its own forward needs whole sequences, but ranks share them; set ulysses and cp to 1"
     return native.without_forward(dict.fromkeys(native.in_forward, fact))

@@ -116,8 +116,8 @@ def foundation_seconds(spans: Sequence[Span], recorded: Recorded, inside: Sequen
     """Return the seconds of the foundation's forwards and backwards in a step of a rank.
 
     The forwards of the encoders ``inside`` do not count. Nothing says how long their backwards take. So a backward of
-    the foundation is then taken to be twice as long as its forward; and if forwards and backwards overlap, those of the
-    encoders are.
+    the foundation is then taken to be twice as long as its forward; and if forwards and backwards overlap, a
+    backward of an encoder is taken to be twice as long as its forward.
     """
     encoding = sum(seconds_of_forwards(recorded, name, has_actions=False) for name in inside)
     if not encoding or any(Action.parse(span.what.name).parts for span in spans):

@@ -6,8 +6,10 @@ import math
 from itertools import islice
 
 from omnitrain.data.loading.loader import StepLoader, build_dataloader
+from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.stream import ENDLESS
 from omnitrain.errors import UserError
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Recipe
 from omnitrain.train.build_from_recipe import build_from_recipe
 
@@ -58,14 +60,19 @@ class _Measured:
         return drawn / packs, samples / packs
 
     def _loader(self, slots: int) -> StepLoader:
-        contract = self._model.runner.contract
-        return build_dataloader(
-            self._recipe.data.model_copy(update={"workers": 0}),
-            self._processor,
-            seed=self._recipe.train.seed,
-            slots=slots,
-            ranks=slots,
-            alone=not contract.packs,
-            without_tails=contract.without_tails,
-            media_names=self._model.media_names,
-        )
+        return loader_of(self._recipe, self._model, self._processor, slots, ranks=slots)
+
+
+def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor, slots: int, *, ranks: int = 1) -> StepLoader:
+    """Return the loader of a recipe's steps of ``slots`` packs, in this process and for the first of ``ranks``."""
+    contract = model.runner.contract
+    return build_dataloader(
+        recipe.data.model_copy(update={"workers": 0}),
+        processor,
+        seed=recipe.train.seed,
+        slots=slots,
+        ranks=ranks,
+        alone=not contract.packs,
+        without_tails=contract.without_tails,
+        media_names=model.media_names,
+    )

@@ -106,7 +106,7 @@ class RunMeasures:
         if (chunks := self.chunks.settled) is not None:
             parallel = parallel.with_expert_chunks(chunks)
         if (costs := self.encoder_costs.settled) is not None:
-            parallel = parallel.with_quadratic_costs(costs.quadratic)
+            parallel = parallel.with_numbers("quadratic_cost", "measured", costs.quadratic)
         return recipe.model_copy(update={"parallel": parallel})
 
     @property

@@ -21,6 +21,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
+from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.optim.adamw import require_fp32, trained_parameters
@@ -35,6 +36,7 @@ from omnitrain.parallel.step.plan import StepPlanner, step_planner
 from omnitrain.peers import GlooGroup, all_or_raise
 from omnitrain.recipe import Data, DataSource, ParallelPlan
 from omnitrain.recipe.parallel import MAIN
+from omnitrain.train.build_from_recipe import of_whole_sequences
 
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
@@ -137,10 +139,11 @@ def prepare(
     state = init_state_of(plan)
     mixed = True if state.device_type == "cuda" else None
     omni = build_parallelize_model(model, weights_path, state, plan, enable_mixed_precision=mixed).train()
+    native = of_whole_sequences(plan, omni.native_inputs)
     if processor is None:
-        options = {"collate_fn": OmniDataCollatorWithPacking(omni.native_inputs)} | options
+        options = {"collate_fn": OmniDataCollatorWithPacking(native)} | options
     elif not isinstance(processor, OmniProcessor):
-        processor = OmniProcessor(TemplateRenderer(processor, omni.native_inputs), *omni.media_adapters())
+        processor = OmniProcessor(TemplateRenderer(processor, native), *omni.media_adapters())
     loader = _loader(omni, data, processor, state, options)
     made = None if optimizer is None else _optimizer(omni, optimizer)
     return PreparedLoop(omni, processor, loader, made, state, step_planner(omni), GlooGroup())
@@ -170,7 +173,8 @@ def _optimizer(model: OmniModel, make: MakeOptimizer) -> torch.optim.Optimizer:
     layout = layout_of(model)
     assert layout is not None, "the model is parallelized"
     offloaded = set(layout.offloaded(model))
-    trained, decayed = trained_parameters(model), decayed_parameters(model)
+    trained, rows_alone = trained_parameters(model), map(model.get_parameter, token_matrices(model))
+    decayed = decayed_parameters(model).difference(rows_alone)  # there only the rows of new tokens train
     require_fp32({name: p.dtype for name, p in trained.items() if p not in offloaded})
     with_decay = [p for p in trained.values() if p in decayed]
     without = [p for p in trained.values() if p not in decayed]

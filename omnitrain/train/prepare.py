@@ -76,7 +76,7 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
             dtype = torch.float32  # as at the start of the run; the plan converts it
             frozen, teachers = recipe.model.freeze, recipe.model.teachers
             model, processor = load_checkpoint(
-                checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False
+                checkpoint, frozen, init_device, None, dtype, teachers=teachers, checked=False, plan=recipe.parallel
             )
     model.config.condition_dropout |= recipe.data.condition_dropout.whole > 0
     require_heads(recipe, model.decoders)
@@ -110,9 +110,8 @@ def open_data(
 ) -> tuple[StepLoader, list[RowSource]]:
     """Open all data sets, and prepare the first row of every kind; return this rank's loader and the held-out data.
 
-    The contract of the sharded ``model`` decides how samples are packed and steps planned; ``state`` is that of the
-    run's data, ``measured`` are the costs of items that the run measures. Raises UserError: a data set cannot be read,
-    the model cannot use a first row, no message shows some media, or a component gets no training data.
+    The contract of the sharded ``model`` decides how samples are packed and steps planned. Raises UserError: a data set
+    cannot be read, the model cannot use a first row, no message shows some media, or a component gets no training data.
     """
     contract, planner = model.runner.contract, step_planner(model, ranks.rendezvous, measured)
     loader = build_dataloader(

@@ -46,9 +46,8 @@ _WARM_UP = 3  # steps before any are timed: they compile, and fill caches
 def profile_recipe(recipe: Recipe, folder: Path, steps: int) -> Costs:
     """Run a few steps of a recipe, print what they cost, and write a trace of each rank. Every rank calls this.
 
-    No run is opened: nothing is saved, evaluated or tracked. ``recipe``: the recipe. ``folder``: gets
-    ``trace-rank-N.json.gz`` (for Perfetto) of each rank, and ``costs.json`` of rank 0. ``steps``: number of steps to
-    time, and then to profile. Raises UserError: the recipe cannot be trained, or ``folder`` cannot be written.
+    No run is opened: nothing is saved, evaluated or tracked. ``folder`` gets ``trace-rank-N.json.gz`` (for Perfetto)
+    and ``costs.json``; ``steps`` are timed, and then as many profiled. Raises UserError.
     """
     trainer = Trainer(_without_run(recipe, folder, _WARM_UP + 2 * steps))
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if trainer.device.type == "cuda" else [])]
@@ -167,12 +166,12 @@ def _attend(call: Call, attend: Attend) -> Tensor:
 
 
 def _tell(trainer: Trainer, costs: Costs, line: Mapping[str, Any], steps: int, folder: Path) -> None:
-    lines = advice(costs, _facts(trainer, line))
+    lines = list(advice(costs, _facts(trainer, line)))
     console.print(cost_table(costs, steps))
     for text in (*_speed(trainer, line), *(f"try: {text}" for text in lines)):
         console.print(text, soft_wrap=True, markup=False)
     if trainer.ranks.is_first:
-        rows = [{"name": row.name, "share": row.total / costs.seconds, **row.seconds} for row in costs.rows]
+        rows = [{"name": name, "share": sum(row.values()) / costs.seconds, **row} for name, row in costs.rows.items()]
         found = {"steps": steps, "profiled_seconds": costs.seconds, "rows": rows, "advice": lines, "metrics": line}
         (folder / "costs.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     console.print(f"wrote {folder}/trace-rank-*.json.gz (open in ui.perfetto.dev) and {folder}/costs.json")

@@ -107,10 +107,9 @@ class Trainer:
     def __init__(self, recipe: Recipe, *, resume: Resume = False, callbacks: Sequence[Callback] = ()) -> None:
         """Build everything; nothing is written before :meth:`fit`.
 
-        ``recipe``: the recipe of the run. ``resume``: continue the run in ``recipe.output_dir`` from its newest
-        checkpoint. "auto": from the newest one that is not damaged; if it has none, start it. ``callbacks``: called
-        before those of ``train.callbacks``; all ranks must pass the same. Raises UserError: recipe, data and weights do
-        not fit together.
+        ``resume``: continue the run in ``recipe.output_dir`` from its newest checkpoint; "auto": from the newest one
+        that is not damaged, or start it. ``callbacks``, the same on all ranks, are called before those of
+        ``train.callbacks``. Raises UserError: recipe, data and weights do not fit together.
         """
         if not isinstance(recipe, Recipe):
             raise UserError(f"recipe: found a {type(recipe).__name__}; expected a Recipe, as Recipe.load(NAME) returns")
@@ -183,10 +182,9 @@ class Trainer:
     def fit(self) -> RunSummary:
         """Train to the last step (or Ctrl-C), save, evaluate. All ranks must call it.
 
-        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises
-        NonFiniteError: a loss or gradient is not finite; the finished steps are saved; UserError: the data cannot be
-        used; the finished steps are saved; TrainingError: a data process was killed; the finished steps are saved;
-        CallbackError: a callback raised on some rank; the finished steps are saved.
+        A second call continues a run that Ctrl-C ended. A resumed run that is finished does not change. Raises, after
+        the finished steps are saved: NonFiniteError: a loss or gradient is not finite; UserError: the data cannot be
+        used; TrainingError: a data process was killed; CallbackError: a callback raised on some rank.
         """
         if (finished := self._finished()) is not None:
             return finished

@@ -54,8 +54,6 @@ FAST = SIMULATED | {
     "packing",
     "cost_balance",
     "step_plan",
-    "many_ranks",
-    "step_overhead",
     "loss",
     "attention",
     "moe_dispatch",

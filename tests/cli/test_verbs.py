@@ -27,7 +27,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "recipes"
     folder.mkdir()
     (folder / "small.yaml").write_text(RECIPE)
-    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", tmp_path)
+    monkeypatch.setattr("omnitrain.recipe.tree._PACKAGE", tmp_path)
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -63,10 +63,10 @@ def test_help_and_recipe_verbs_do_not_import_torch(shipped: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-import omnitrain.recipe.shipped
+import omnitrain.recipe.tree
 from typer.testing import CliRunner
 from omnitrain.cli.main import app
-omnitrain.recipe.shipped._PACKAGE = Path(".")
+omnitrain.recipe.tree._PACKAGE = Path(".")
 for call in (["--help"], ["ls"], ["show", "small"], ["show", "--schema"], ["--version"], ["run", "--help"]):
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, (call, result.output)

@@ -15,7 +15,9 @@ _MOST_LAYERS = 8
 _ORDINARY = 200
 """Special tokens from here on move into the small vocabulary."""
 
-_DEPTH = re.compile(r"^((num|n)_(hidden_|encoder_|decoder_)?(layers?|blocks)|(encoder_|decoder_)?layers|\w*depth)$")
+_DEPTH = re.compile(
+    r"^((num|n)_(hidden_|encoder_|decoder_)?(layers?|blocks)(_per_stack)?|(encoder_|decoder_)?layers|\w*depth)$"
+)
 _KINDS = ("layers_block_type", "layer_types")
 _NUM_HEADS = re.compile(r"(^|_)(num|n|attention)_(\w+_)?heads?$")
 _TOKEN = re.compile(r"(_token|_start|_end|_pad|_placeholder)_(id|ids|index|idx)$")

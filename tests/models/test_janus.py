@@ -189,10 +189,19 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
         assert torch.equal(loaded.model.generation_head(state), model.image_decoder.head(state))
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [LAYOUTS, MORE_LAYOUTS])
 def test_each_layout_trains_it_as_one_process(ranks: RankPool, layouts: list[str]) -> None:
     report = verify(omni, drawn() * 2, layouts, nproc=2, pool=ranks)
     assert report.ok, report
+
+
+def test_a_refused_model_leaves_a_ready_foundation_whole() -> None:
+    plain = janus()
+    before = set(plain.state_dict())
+    with pytest.raises(UserError, match="this is the name of another component"):
+        build_omni_model(foundation=plain, decoders=DECODERS, teachers={"image_decoder": FOUNDATION})
+    assert set(plain.state_dict()) == before
 
 
 def test_what_is_not_there_is_said() -> None:
@@ -202,3 +211,9 @@ def test_what_is_not_there_is_said() -> None:
         build_omni_model(foundation=janus(), decoders={"image_decoder": {"image_size": 4}})
     with pytest.raises(UserError, match="image_sizes: the foundation's own head has no classes for sizes"):
         build_omni_model(foundation=janus(), decoders={"image_decoder": {"image_sizes": ["4x4"]}})
+
+
+def test_it_is_found_without_weights(tmp_path: Path) -> None:
+    janus().save_pretrained(tmp_path)
+    model = build_omni_model(foundation=str(tmp_path), decoders=DECODERS, init_device="meta")
+    assert model.image_decoder.config.of_foundation["head"] == "model.generation_head" and model.device.type == "meta"

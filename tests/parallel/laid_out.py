@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +74,22 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[f"{func.namespace}.{func.overloadpacket.__name__}"] += 1
         return func(*args, **(kwargs or {}))
+
+
+def equals_one_sample_at_a_time(model: ot.OmniModel, samples: list[Sample]) -> set[str]:
+    """Compare loss and gradients of one pack with those of a pack for each sample; the parameters with gradients."""
+
+    def step(packs: list[list[Sample]]) -> tuple[float, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        loss = torch.stack([total(model(Pack.from_samples(pack))) for pack in packs]).sum()
+        loss.backward()
+        return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    (together, found), (apart, expected) = step([samples]), step([[one] for one in samples])
+    assert together == pytest.approx(apart, rel=1e-5) and found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    return set(found)
 
 
 @contextmanager

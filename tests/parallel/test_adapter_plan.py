@@ -63,6 +63,7 @@ def test_a_plan_with_lora_trains_its_adapters_as_in_one_process(ranks: RankPool)
     check(ranks, "qwen3_moe", text_samples(), [with_lora("dp2.ep2")])
 
 
+@pytest.mark.second
 def test_adapters_train_under_tensor_parallelism_as_in_one_process(ranks: RankPool) -> None:
     """Beside matrices cut by columns and by rows, and beside experts whose tokens are shared."""
     layouts = ["tp2.dp2.ep2.recompute", divided_tokens(parse_layout("tp2").plan())]

@@ -343,6 +343,7 @@ def mixed_layout() -> Any:
     )
 
 
+@pytest.mark.second
 def test_components_on_different_meshes_train_as_one_process_does(ranks: RankPool) -> None:
     report = ot.verify(
         "tests.parallel.factories:any_to_any", samples() * 2, [mixed_layout()], pool=ranks, timeout_s=120

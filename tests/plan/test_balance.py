@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from omnitrain.plan.balance import assign_by_cost
-from omnitrain.plan.radix_sort import stable_order
 
 
 def heap_loads(costs: list[int], num_workers: int) -> list[int]:
@@ -49,10 +48,3 @@ def test_items_that_cost_nothing_and_problems_without_items_are_no_trouble() -> 
     worker = assign_by_cost(np.array([2, 2, 2]), np.zeros(3, dtype=np.int64), np.array([1, 4, 2]))
     assert set(worker.tolist()) <= {0, 1}
     assert assign_by_cost(np.zeros(0, np.int64), np.zeros(0, np.int64), np.array([3])).tolist() == []
-
-
-@pytest.mark.parametrize("largest", [3, 2**18, 2**40, 2**62])
-def test_the_order_is_that_of_lexsort(largest: int) -> None:
-    rng = np.random.default_rng(1)
-    first, second = rng.integers(0, 5, 500), rng.integers(0, largest, 500)
-    assert np.array_equal(stable_order(first, second), np.lexsort((second, first)))

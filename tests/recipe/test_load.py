@@ -81,7 +81,7 @@ def test_sampling_of_something_the_model_does_not_write_is_refused(recipe_file: 
 
 
 def test_missing_file_says_what_was_looked_for_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("omnitrain.recipe.shipped._PACKAGE", tmp_path)
+    monkeypatch.setattr("omnitrain.recipe.tree._PACKAGE", tmp_path)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "quickstart.yaml").touch()
     monkeypatch.chdir(tmp_path)

@@ -14,8 +14,9 @@ from omnitrain.cli.main import app
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.recipe import Recipe
 from omnitrain.report.data.stats import DataStats
+from omnitrain.train.epochs import loader_of
 from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import loader_of, model_without_weights
+from omnitrain.train.verbs.preview import model_without_weights
 from tests.report.parsed import self_contained
 from tests.report.test_preview import top_rules
 from tests.tiny import TASKS, png, tiny_recipe, tiny_row, webp, write_parquet
@@ -49,7 +50,7 @@ def stats(recipe: Recipe) -> DataStats:
 
 def test_lengths_shares_and_losses_are_those_of_the_samples(recipe: Recipe, stats: DataStats) -> None:
     model, processor = model_without_weights(recipe)
-    loader = loader_of(recipe, model, processor)
+    loader = loader_of(recipe, model, processor, recipe.train.packs_per_step)
     samples = [loader.rows[0, s, row] for s, table in enumerate(loader.sources) for row in range(len(table))]
     assert [source.name for source in stats.sources] == sorted(TASKS)
     for source in stats.sources:
@@ -70,7 +71,7 @@ def test_lengths_shares_and_losses_are_those_of_the_samples(recipe: Recipe, stat
 
 
 def test_fill_and_epochs_are_those_of_the_run(recipe: Recipe, stats: DataStats) -> None:
-    loader = loader_of(recipe, *model_without_weights(recipe))
+    loader = loader_of(recipe, *model_without_weights(recipe), recipe.train.packs_per_step)
     packs = [pack for step in islice(loader, 6) for pack in step]
     state = loader.state().slots[0]
     read = Counter(loader.order.draw(index)[1] for index in range(state.next_index))
@@ -96,7 +97,7 @@ def test_rows_of_several_samples_and_weights_of_tokens_are_read_as_in_a_run(fold
         [f"data.train=[{two}]", "data.weights_by=tokens", "data.stages=[{from_step: 3, weights: {short: 3}}]", *STEPS],
     )
     stats = data_stats(recipe)
-    loader = loader_of(recipe, *model_without_weights(recipe))
+    loader = loader_of(recipe, *model_without_weights(recipe), recipe.train.packs_per_step)
     packs = [pack for step in islice(loader, 6) for pack in step]
     state = loader.state().slots[0]
     read = state.next_index - len(state.held)
@@ -114,7 +115,7 @@ def test_a_data_set_that_ends_leaves_its_share_to_the_others(folder: Path) -> No
     two = f"data.train=[{{path: {folder}/train.parquet}}, {{path: {folder}/more.parquet, epochs: 2}}]"
     recipe = Recipe.load(str(folder / "recipe.yaml"), [two, "train.steps=20", "data.pack_tokens=60"])
     first, second = data_stats(recipe).data_sets
-    loader = loader_of(recipe, *model_without_weights(recipe))
+    loader = loader_of(recipe, *model_without_weights(recipe), recipe.train.packs_per_step)
     state = [loader.state() for _ in islice(loader, 20)][-1].slots[0]
     read = Counter(loader.order.draw(index)[1] for index in range(state.next_index) if index not in state.held)
     assert second.epochs == 2 and read[1] == 2 * second.rows

@@ -17,7 +17,8 @@ from omnitrain.errors import UserError
 from omnitrain.recipe import Recipe
 from omnitrain.report.data.pack_view import GapView, ItemView, PackView, TokenView, view_pack
 from omnitrain.report.data.preview import DataPreview
-from omnitrain.train.verbs.preview import loader_of, model_without_weights, preview
+from omnitrain.train.epochs import loader_of
+from omnitrain.train.verbs.preview import model_without_weights, preview
 from tests.data.render.test_template_renderer import processor_of
 from tests.data.render.test_template_renderer import row as row_of
 from tests.report.parsed import self_contained
@@ -53,7 +54,9 @@ def view_of(texts: list[tuple[str, str]], capacity: int = 4096) -> tuple[PackVie
 def test_the_packs_are_those_of_the_run_with_their_losses_media_and_positions(tmp_path: Path) -> None:
     recipe = Recipe.load(str(tiny_recipe(tmp_path)), ["train.packs_per_step=2"])
     model, processor = model_without_weights(recipe)
-    packs = [pack for step in islice(loader_of(recipe, model, processor), 2) for pack in step][:3]
+    packs = [
+        pack for step in islice(loader_of(recipe, model, processor, recipe.train.packs_per_step), 2) for pack in step
+    ][:3]
     views = preview(recipe, packs=3).packs
     assert [view.num_tokens for view in views] == [pack.num_tokens for pack in packs]
     for view, pack in zip(views, packs, strict=True):

@@ -101,7 +101,7 @@ def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_wit
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param([], id="dp2"),
+        pytest.param([], id="dp2", marks=pytest.mark.second),
         pytest.param(PP2, id="pp2", marks=pytest.mark.slow),
         pytest.param(
             ["parallel.sections={towers: {components: [image_encoder], ranks: 1}}"],
@@ -280,7 +280,7 @@ def train(recipe: Path, overrides: list[str], hook: str, killed_rank: int) -> No
 @pytest.mark.parametrize(
     ("world", "layout", "kills"),
     [
-        pytest.param(1, [], 1, id="one_process"),
+        pytest.param(1, [], 1, id="one_process", marks=pytest.mark.second),
         pytest.param(1, [], 35, id="35_of_one_process", marks=pytest.mark.slow),
         pytest.param(2, [], 10, id="10_of_two_ranks", marks=pytest.mark.slow),
         pytest.param(2, PP2, 5, id="5_of_pp2", marks=pytest.mark.slow),

@@ -27,7 +27,7 @@ ENCODER = "parallel.components.image_encoder"
 FOUNDATION = "parallel.components.foundation"
 PLACED = [f"{ENCODER}.place=world", "train.optimizer.schedule=constant"]
 MEASURED = [*PLACED, f"{ENCODER}.quadratic_cost=measured"]
-FAST = {"MEASURED_STEPS": 3, "WARM_UP": 1, "UNUSED_STEPS": 6}  # in place of 16, 4 and 32
+FAST = {"MEASURED_STEPS": 2, "WARM_UP": 1, "UNUSED_STEPS": 3}  # in place of 16, 4 and 32
 
 
 def costs_of_steps(
@@ -83,7 +83,8 @@ def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPoo
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) > 1
 
 
-@pytest.mark.parametrize("interrupted_at", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("interrupted_at", [1, 3])
+@pytest.mark.second
 def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     ranks: RankPool, tmp_path: Path, interrupted_at: int
 ) -> None:
@@ -92,22 +93,24 @@ def test_a_trainer_that_goes_on_after_ctrl_c_uses_costs_from_the_same_step(
     recipe, steps = tiny_recipe(tmp_path), [*MEASURED, "data.workers=1", f"train.steps={unused + 2}"]
     (costs, measured), _ = ranks.run(costs_of_steps, recipe, steps, False, interrupted_at, timeout_s=120, world=2)
     linear = max(max(of_step) for of_step in costs[:unused])
-    assert len(costs) == unused + 2 and len(measured) == 4
+    assert len(costs) == unused + 2 and len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"])
     assert [max(of_step) > linear for of_step in costs] == [False] * unused + [True] * 2
 
 
+@pytest.mark.second
 def test_a_run_that_begins_to_measure_when_it_is_resumed_uses_costs_as_many_steps_later(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    before, unused = 7, FAST["UNUSED_STEPS"]
+    before, unused = 2, FAST["UNUSED_STEPS"]
     recipe = tiny_recipe(tmp_path)
     ranks.run(costs_of_steps, recipe, [*PLACED, f"train.steps={before}"], False, timeout_s=120, world=2)
     steps = [*MEASURED, f"train.steps={before + unused + 1}"]
     (costs, measured), _ = ranks.run(costs_of_steps, recipe, steps, True, timeout_s=120, world=2)
-    assert len(measured) == 4 and len(costs) == unused + 1
+    assert len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"]) and len(costs) == unused + 1
     assert max(costs[-1]) > max(max(of_step) for of_step in costs[:-1])
 
 
+@pytest.mark.second
 def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_deals_the_same(
     ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -118,8 +121,9 @@ def test_the_cost_of_samples_is_measured_like_that_of_items_and_a_resumed_run_de
     assert measured == other and len(measured) == 2 * (FAST["MEASURED_STEPS"] - FAST["WARM_UP"])
     assert [(row.calls, row.squares > row.elements > 0, row.seconds > 0) for row in measured] == [
         (4, True, True)
-    ] * 4, measured
-    of_ranks = [[(row.elements, row.squares) for row in measured[first : first + 2]] for first in (0, 2)]
+    ] * len(measured), measured
+    half = len(measured) // 2
+    of_ranks = [[(row.elements, row.squares) for row in rows] for rows in (measured[:half], measured[half:])]
     assert of_ranks[0] == of_ranks[1]  # each rank waits for the one with the longest samples
     saved = tmp_path / "run" / "checkpoints" / f"step-{unused + 1:08d}" / "trainer.pt"
     state = torch.load(saved, weights_only=True)["state"]
@@ -175,7 +179,9 @@ def test_a_default_plan_measures_only_encoders_whose_items_are_divided(ranks: Ra
 def test_a_number_that_the_plan_gives_is_not_replaced_by_a_measured_one() -> None:
     measured, given = ComponentPlan(quadratic_cost="measured"), ComponentPlan(quadratic_cost=0.25)
     plan = ParallelPlan(components={"image_encoder": measured, "audio_encoder": given})
-    found = plan.with_quadratic_costs({"image_encoder": 0.5, "audio_encoder": 0.5, "video_encoder": 0.5})
+    found = plan.with_numbers(
+        "quadratic_cost", "measured", dict.fromkeys(("image_encoder", "audio_encoder", "video_encoder"), 0.5)
+    )
     assert {name: c.quadratic_cost for name, c in found.components.items()} == {
         "image_encoder": 0.5,
         "audio_encoder": 0.25,

@@ -72,6 +72,7 @@ def test_a_checkpoint_stays_whole_without_those_that_it_shares_files_with(tmp_pa
         OmniModel.from_pretrained(checkpoint)
 
 
+@pytest.mark.second
 def test_ranks_link_what_one_process_links(ranks: RankPool, tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, steps=2, save={"every": 1}, packs_per_step=2)
     alone = fit(recipe, [FROZEN, f"output_dir={tmp_path / 'alone'}"])

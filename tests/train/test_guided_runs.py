@@ -35,7 +35,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunSummary]:
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        pytest.param(2, "parallel.components.foundation.pp=2", id="pp2"),
+        pytest.param(2, "parallel.components.foundation.pp=2", id="pp2", marks=pytest.mark.second),
         pytest.param(2, "train.seed=0", id="dp2", marks=pytest.mark.slow),
         pytest.param(4, "parallel.default.ulysses=2", id="dp2.sp2", marks=pytest.mark.slow),
         pytest.param(4, "parallel.components.foundation.tp=2", id="dp2.tp2", marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ from omnitrain.checkpoint.store import verify
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.train.metrics.console import console
 from omnitrain.train.trainer import Trainer
+from tests.forked import Forked, omnitrain
 from tests.tiny import tiny_recipe
 from tests.train.test_trainer import load, losses, weights
 
@@ -29,12 +30,6 @@ def started(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "omnitrain", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def wait_until(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    while not reached():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
 
 
 DIES_AND_NOTES_SAMPLES = """
@@ -83,15 +78,17 @@ def assert_equal_runs(run: Path, whole: Path) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(run).items())
 
 
-def test_sigterm_saves_and_exits_with_the_code_that_schedulers_start_again(tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_with_the_code_that_schedulers_start_again(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
     """Twice, as a scheduler may send it."""
     recipe, run = str(tiny_recipe(tmp_path, text_only=True, steps=3000)), tmp_path / "run"
-    process = started("run", recipe, "--auto-resume")
-    wait_until(lambda: steps_done(run) >= 3, process)
-    process.send_signal(signal.SIGTERM)
+    command = forked(tmp_path / "printed", omnitrain, "run", recipe, "--auto-resume")
+    command.wait_until(lambda: steps_done(run) >= 3)
+    command.process.terminate()
     time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    code, told = ended(process)
+    command.process.terminate()
+    code, told = command.ended()
     assert code == 143, told
     (checkpoint,) = (run / "checkpoints").iterdir()
     step = int(checkpoint.name[5:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
     return model.eval()(input_ids=torch.tensor([[5, *NEW, 7, 9]])).logits
 
 
+def moved_by_own_loop(checkpoint: Path, rows: str) -> set[int]:
+    """The rows of the embedding that a step of AdamW with weight decay moves."""
+    model, processor = ot.load_checkpoint(checkpoint, torch_dtype=torch.float32)
+    adamw = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    run = ot.prepare(model, rows, processor=processor, optimizer=adamw, micro_batch_size=8)
+    before = run.model.foundation.get_input_embeddings().weight.full_tensor().clone()
+    run.forward_backward(next(iter(run)))
+    run.optimizer.step()
+    after = run.model.foundation.get_input_embeddings().weight.full_tensor()
+    return set((before != after).any(-1).nonzero().flatten().tolist())
+
+
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_rows_of_new_tokens_train_alone_beside_adapters_that_plain_peft_loads(
     tmp_path: Path, tied: bool, capsys: pytest.CaptureFixture[str]
@@ -107,6 +120,7 @@ def test_rows_of_new_tokens_train_alone_beside_adapters_that_plain_peft_loads(
     expected = logits(ot.load_checkpoint(third)[0].foundation)
     for theirs in (PeftModel.from_pretrained(plain, folder), AutoPeftModel.from_pretrained(folder)):
         torch.testing.assert_close(logits(theirs), expected, rtol=1e-5, atol=1e-5)
+    assert {NEW[-1]} <= moved_by_own_loop(third, str(tmp_path / "rows.jsonl")) <= set(NEW)
     assert CliRunner().invoke(app, ["export", str(third), str(tmp_path / "merged")]).exit_code == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), expected, rtol=1e-5, atol=1e-5)

@@ -153,6 +153,7 @@ def spoiled_in_a_section(recipe: Path, overrides: list[str]) -> list[str]:
     return str(told.value).splitlines()
 
 
+@pytest.mark.second
 def test_an_encoder_with_ranks_of_its_own_is_named_with_the_window_in_which_it_began(
     ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -41,7 +41,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2.dp2": (4, ["parallel.components.foundation.tp=2"]),
     "pp2.dp2": (4, ["parallel.components.foundation.pp=2"]),
 }
-SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4} | {"replicate2.world"}
+SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4} | {"replicate2.world", "sp2"}
 
 
 def fit(
@@ -272,8 +272,8 @@ def momentum_runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (1, []),
-        (3, []),
+        pytest.param(1, [], marks=pytest.mark.second),
+        pytest.param(3, [], marks=pytest.mark.second),
         pytest.param(2, [], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
         pytest.param(2, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
@@ -306,12 +306,13 @@ def test_a_run_of_sgd_with_momentum_that_began_on_four_ranks_goes_on_in_any_layo
     assert states[0] == states[1]  # the same samples were drawn
 
 
-def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
-    summaries = ranks.run(
-        fit, recipe, [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS], False, 2, 2, timeout_s=60, world=2
-    )
+def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, text_recipe: Path, tmp_path: Path) -> None:
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS]
+    summaries = ranks.run(fit, text_recipe, arguments, False, 2, 2, timeout_s=60, world=2)
     assert [(s.interrupted, s.step) for s in summaries] == [(False, 4), (False, 4)]
-    found, expected = ([line["loss"] for line in metrics(run)] for run in (tmp_path / "run", recipe.parent / "one"))
+    fit(text_recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS])
+    leave_process_groups()
+    found, expected = ([line["loss"] for line in metrics(tmp_path / run)] for run in ("run", "one"))
     assert found == pytest.approx(expected, rel=1e-5)
 
 
@@ -319,17 +320,17 @@ def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, recipe: Path, 
     ("axis", "stops"), [("tp", [2]), pytest.param("pp", [1, 3], marks=pytest.mark.slow)], ids=["tp", "pp"]
 )
 def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_its_blocks(
-    ranks: RankPool, recipe: Path, tmp_path: Path, axis: str, stops: list[int]
+    ranks: RankPool, text_recipe: Path, tmp_path: Path, axis: str, stops: list[int]
 ) -> None:
     """The adapters of all stages are in one folder, from which a pipeline goes on, and then one process."""
     lora = "parallel.components.foundation.lora={targets: ['*_proj'], rank: 4}"
-    fit(recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
+    fit(text_recipe, [f"output_dir={tmp_path / 'one'}", *TWO_SLOTS, lora])
     leave_process_groups()
     arguments = [f"output_dir={tmp_path / axis}", *TWO_SLOTS, lora]
     for stop in stops:
         cut = [*arguments, f"parallel.components.foundation.{axis}=2"]
-        ranks.run(fit, recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
-    fit(recipe, arguments, resume=True)
+        ranks.run(fit, text_recipe, cut, stop > stops[0], stop, timeout_s=120, world=2)
+    fit(text_recipe, arguments, resume=True)
     leave_process_groups()
     assert_same_run(tmp_path / axis, tmp_path / "one")
 
@@ -356,6 +357,7 @@ def test_the_experts_of_all_stages_are_measured_balanced_and_recorded(ranks: Ran
     assert all(found[layer] == pytest.approx(values) for layer, values in expected.items())
 
 
+@pytest.mark.second
 def test_a_run_computes_in_bf16_where_it_is_told_to(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     """Evaluation, too; the state stays fp32, and losses are those of fp32 up to rounding."""
     arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED]

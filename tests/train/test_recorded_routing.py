@@ -24,6 +24,7 @@ def lines_of(recipe: Path, run: str, *overrides: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.second
 def test_a_run_takes_the_experts_of_another_and_counts_where_it_would_not_have(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, steps=2)
     tree = yaml.safe_load(recipe.read_text())

@@ -32,6 +32,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_recipe(tmp_path_factory.mktemp("sections"), rows=2 * len(TASKS), evaluated=True)
 
 
+@pytest.mark.second
 def test_a_run_with_a_section_has_the_heldout_losses_and_scores_of_one_process(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
@@ -46,6 +47,7 @@ def test_a_run_with_a_section_has_the_heldout_losses_and_scores_of_one_process(
     assert test_inference.flat(losses[1]) == pytest.approx(test_inference.flat(losses[0]), rel=1e-5)
 
 
+@pytest.mark.second
 def test_a_failing_scorer_ends_the_ranks_of_sections_too(ranks: RankPool, recipe: Path, tmp_path: Path) -> None:
     arguments = [*TWO_SLOTS, *EVALUATED, scored_by("no_score"), f"output_dir={tmp_path / 'run'}", SECTION]
     with pytest.raises(RankError, match=r"failed on 3 of 3 ranks[^$]*KeyError: '14 answers'"):
@@ -77,7 +79,10 @@ def fit_twice(recipe: Path, overrides: Sequence[str], interrupted: Sequence[str]
     return [trainer.fit() for _ in range(2)]
 
 
-@pytest.mark.parametrize(("method", "step"), [("losses", 2), pytest.param("evaluate", 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("method", "step"),
+    [pytest.param("losses", 2, marks=pytest.mark.second), pytest.param("evaluate", 4, marks=pytest.mark.slow)],
+)
 def test_ctrl_c_in_an_evaluation_ends_all_ranks_together_and_the_run_can_go_on(
     ranks: RankPool, recipe: Path, tmp_path: Path, method: str, step: int
 ) -> None:

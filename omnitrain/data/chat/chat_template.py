@@ -188,7 +188,6 @@ class ChatTemplate:
         return others | (no_content if content is None else {"content": self._content(content, parts)})
 
     def _content(self, content: Any, parts: list[Message]) -> str | list[Message]:
-        """Return the content as text or parts, whichever the template takes."""
         if self._takes_parts and not (self._takes_text and isinstance(content, str)):
             return parts
         media = [part["type"] for part in parts if part["type"] != "text"]
@@ -301,7 +300,7 @@ def _require_shown(shown: MarkedText, messages: list[Message]) -> None:
 
 def _require_said(message: Message, text: str, where: str, *, is_seen: bool) -> None:
     """Raise if ``text`` has no text of a message, or only a part of it. A template may write all of it otherwise."""
-    said = "\n".join(part.get("text", "") for part in content_parts(message))
+    said = "\n".join(part["text"] for part in content_parts(message) if part["type"] == "text")
     if said.strip() and not is_seen:
         raise ValueError(f"the chat template does not write the text of {where}")
     lines = [line.strip() for line in _BETWEEN.split(said) if line.strip()]

@@ -128,7 +128,6 @@ def run_ahead(make_items: Callable[[], Generator[Item, None, None]], depth: int)
 
 
 def _end(process: multiprocessing.Process, connection: socket.socket) -> None:
-    """Shut the socket down and close it, and end the process."""
     with contextlib.suppress(OSError):  # the other side has already ended
         connection.shutdown(socket.SHUT_RDWR)  # closing has no effect while forked processes hold the socket
     connection.close()
@@ -151,7 +150,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-def follow_main_process() -> None:
+def follow_main_process(_worker: int = 0) -> None:
     """Ignore signals, which the main process handles, use one thread, and end when the parent ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

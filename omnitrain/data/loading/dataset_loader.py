@@ -48,11 +48,12 @@ class MakeBatches:
     pack_tokens: int | None  # make packs of at most so many tokens; None: one micro-batch of all rows
     without_tails: bool
     alone: bool = False  # micro-batches have one row each
+    seed: int = 0  # of the numbers that components draw for a sample
 
     def __call__(self, rows: Sequence[tuple[int, Any]]) -> MicroBatches:
         """Make micro-batches of rows with their positions in the global data order."""
         try:
-            prepared = [self._prepared(index, row) for index, row in rows]
+            prepared = [self._seeded(self._prepared(index, row)) for index, row in rows]
         except UserError as error:
             return MicroBatches((), error=error)
         rejected = tuple(one for one in prepared if isinstance(one, Rejected))
@@ -68,6 +69,12 @@ class MakeBatches:
         elif self.pack_tokens is not None:
             groups = packed(kept, self.pack_tokens)
         return MicroBatches(tuple(map(self._collated, filter(None, groups))), rejected)
+
+    def _seeded(self, prepared: Any) -> Any:
+        """Give a sample and its further pieces the seed; prompts have none."""
+        if not isinstance(prepared, Sample) or prepared.seed is None:
+            return prepared
+        return replace(prepared, seed=self.seed, more=tuple(replace(one, seed=self.seed) for one in prepared.more))
 
     def _prepared(self, index: int, row: Any) -> Any:
         if self.processor is not None:
@@ -207,16 +214,14 @@ class DatasetLoader:
             shuffle: shuffle the rows of each epoch, by ``seed``; by default only of a map-style dataset. An iterable
                 dataset is read in its own order.
             num_workers: processes that prepare and collate; at most 1 for an iterable dataset.
-            seed: seed of the order, and of what workers draw.
+            seed: seed of the order, of what workers draw, and of the noise of decoders.
             max_tokens: with a processor, samples that are longer are skipped.
             without_tails: with a processor, see :meth:`Sample.without_tail`.
             alone: make micro-batches of one row each, for a model that cannot keep several samples apart.
             rank: ``dp_rank`` of the parallel state; required on several ranks.
             ranks: ``dp_size`` of it.
 
-        Raises:
-            DataError: the dataset has no rows.
-            UserError: the sizes do not fit the ranks, or ``dataset`` is none.
+        Raises DataError: the dataset has no rows; UserError: the sizes do not fit the ranks, or ``dataset`` is none.
         """
         rank, ranks = _rank_and_ranks(rank, ranks)
         self.global_batch_size, self._parts = _step_and_parts(
@@ -278,16 +283,18 @@ class DatasetLoader:
     def __iter__(self) -> Iterator[list[Any]]:
         steps: Dataset[list[MicroBatches]]
         if self._is_map:
-            steps, order = _MapSteps(self._dataset, self._make, self._draws), range(self.steps, len(self))
+            make = replace(self._make, seed=self._seed)
+            steps, order = _MapSteps(self._dataset, make, self._draws), range(self.steps, len(self))
         else:
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(self.epoch)
             size, order = self.global_batch_size, None
-            steps = _StreamSteps(self._dataset, self._make, self.steps * size, size, self._parts)
+            make = replace(self._make, seed=mixed_seed(self._seed, self.epoch))  # rows count from 0 in each epoch
+            steps = _StreamSteps(self._dataset, make, self.steps * size, size, self._parts)
         # Random transforms of rows differ between epochs, ranks and resumes. With the global generator, `DataLoader`
         # would advance what dropout uses.
         generator = torch.Generator().manual_seed(mixed_seed(self._seed, self._rank, self.epoch, self.steps))
-        options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": _start_worker}
+        options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": follow_main_process}
         for made in DataLoader(steps, batch_size=None, sampler=order, generator=generator, **options):
             self.steps += 1
             yield [batch for micro_batches in made for batch in self._checked(micro_batches).batches]
@@ -380,7 +387,3 @@ def _is_map(dataset: Any) -> bool:
             "and __getitem__), or an iterable one (__iter__)"
         )
     return False
-
-
-def _start_worker(_: int) -> None:
-    follow_main_process()

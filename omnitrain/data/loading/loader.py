@@ -24,8 +24,7 @@ from omnitrain.data.loading.slots import LoaderState, MadeStep, RankShare, SameS
 from omnitrain.data.packing.budget import PackBudget, balanced_shares
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Rejected, Sample
-from omnitrain.data.render.condition import dropped_kinds
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import OmniProcessor, dropped_kinds
 from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.peers import SINGLE_PROCESS, Peers, all_or_raise
@@ -341,9 +340,8 @@ def build_dataloader(
         **options: with a recipe's data the fields of :class:`LoaderOptions`; with a dataset the arguments of
             :class:`~omnitrain.data.loading.dataset_loader.DatasetLoader`.
 
-    Raises:
-        DataError: a data set is missing, empty, or lacks a column.
-        UserError: the sizes do not fit the ranks, or ``data`` is no dataset.
+    Raises DataError: a data set is missing, empty, or lacks a column; UserError: the sizes do not fit the ranks, or
+    ``data`` is no dataset.
     """
     if (data is None) == (dataset is None):
         raise UserError("data: expected the `data` of a recipe, or a dataset (`dataset=`)")

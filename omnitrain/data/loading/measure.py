@@ -39,10 +39,9 @@ def measure(
 ) -> Iterator[Measured]:
     """Prepare rows of a data set as training does, and yield the size of each, or why it is rejected.
 
-    A row of several samples gives the size of the first, which has the others. Of a data set with more than ``most``
-    rows, so many are drawn at random, the same ones each time; of a stream, they are the first. For the other arguments
-    see :func:`~omnitrain.data.render.processor.sample_within`; rows that are an error are rejected. Raises UserError:
-    the model cannot use the data.
+    Of more than ``most`` rows, so many are drawn at random, the same ones each time; of a stream, they are the first.
+    Other arguments: see :func:`~omnitrain.data.render.processor.sample_within`. Raises UserError: the model cannot use
+    the data.
     """
     positions = np.arange(min(most, len(source)))
     if not source.is_stream:

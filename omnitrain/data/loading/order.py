@@ -117,9 +117,8 @@ class _Draws(NamedTuple):
 class SampleOrder:
     """The order of all samples of a run. It ends when all sources have had their epochs.
 
-    Index ``i`` is a draw of slot ``i % slots``. ``begun`` are the indices at which a slot began the second and each
-    later stage. ``lengths``: rows of each source. ``mixes_epochs``: whether a pack may have rows of an epoch before all
-    rows of the one before it have been packed.
+    Index ``i`` is a draw of slot ``i % slots``. ``begun``: the indices at which a slot began the second and each later
+    stage. ``mixes_epochs``: a pack may have rows of an epoch before all rows of the one before it are packed.
     """
 
     def __init__(

@@ -23,11 +23,9 @@ class PreparedStreams(Protocol[Prepared]):
 
     def take(self, slot: int) -> Prepared | Rejected | None:
         """Return the next row of a slot; None if its draws have ended."""
-        ...
 
     def redirect(self, slot: int, draws: Iterator[Draw]) -> None:
         """Go on with other draws of a slot."""
-        ...
 
 
 class SlotPacker(Generic[Held]):

@@ -207,7 +207,9 @@ class RowProcesses:
         self._most = number * ahead
         self._processes: list[_RowProcess] = []
         # Also at exit, where multiprocessing would otherwise wait for processes that wait for requests.
-        self._end = Finalize(None, _end_all, args=(self._processes,), exitpriority=0)
+        self._end = Finalize(
+            None, lambda processes: [one.end() for one in processes], (self._processes,), exitpriority=0
+        )
         for _ in range(number):
             self._processes.append(_RowProcess(rows))
 
@@ -235,11 +237,6 @@ class RowProcesses:
         self._end()
 
 
-def _end_all(processes: Sequence[_RowProcess]) -> None:
-    for process in processes:
-        process.end()
-
-
 def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:
     """Prepare a few rows within their deadlines, without a loader."""
     if not rows.may_hang:
@@ -249,7 +246,6 @@ def prepare_some(rows: PreparedRows, draws: Sequence[Draw]) -> list[Prepared]:
 
 
 def _serve(rows: PreparedRows, connection: socket.socket, current: Any) -> None:
-    """Prepare the rows that are requested, one by one."""
     follow_main_process()
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends this process
     index, source = 0, 0
@@ -292,11 +288,9 @@ Fatal = Mapping[tuple[int, int], Rejected]  # source and row -> why
 class SlotRows:
     """A stream of prepared rows per slot, in the order of its draws and independent of other slots.
 
-    Without helpers a row is prepared when it is taken. With helpers, rows are requested ahead, always for the slot with
-    the fewest rows ahead, so the number of waiting rows stays bounded.
-
-    A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it, even if it would
-    be ready in time now. Use it in a ``with`` block, which ends the helpers.
+    With helpers, rows are requested ahead, always for the slot with the fewest rows ahead; else a row is prepared when
+    it is taken. A row that missed its deadline once, or crashed a decoder, is rejected whenever the slot draws it. Use
+    it in a ``with`` block, which ends the helpers.
     """
 
     def __init__(

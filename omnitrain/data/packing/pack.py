@@ -52,6 +52,12 @@ class MediaBatch:
     groups: tuple[MediaGroup, ...]  # the items by shape; usually one group, and no item is ever padded
     positions: torch.Tensor
     samples: tuple[int, ...]  # index in the pack of each item's sample, in the same order
+    is_block: bool = False  # see ``MediaItem``
+
+    @property
+    def predicted_from(self) -> torch.Tensor:
+        """``[rows]`` int64: the token from whose state a head predicts each of the tokens; on the host."""
+        return self.positions if self.is_block else self.positions - 1
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
@@ -60,7 +66,7 @@ class MediaBatch:
 
     def to(self, device: torch.device) -> MediaBatch:
         """Return the batch with its features on ``device``."""
-        return MediaBatch(tuple(group.to(device) for group in self.groups), self.positions, self.samples)
+        return replace(self, groups=tuple(group.to(device) for group in self.groups))
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,24 @@ class Pack:
 
     @property
     def read_rows(self) -> torch.Tensor:
-        """``[n]`` int64, on the host: tokens from which a head predicts, each once because it has one next token."""
-        return torch.cat([self.text_rows, *(batch.positions - 1 for batch in self.targets.values())])
+        """``[n]`` int64, on the host: tokens from which heads predict, each once."""
+        others = [batch.predicted_from for batch in self.targets.values()]
+        own = [rows[~torch.isin(rows, self.text_rows)] if self.block_ids is not None else rows for rows in others]
+        return torch.cat([self.text_rows, *own])
+
+    @property
+    def block_ids(self) -> torch.Tensor | None:
+        """``[1, T]`` int64: for tokens of blocks the number of the block, from 1, else 0; None: there are no blocks."""
+        blocks = [batch for batch in self.targets.values() if batch.is_block]
+        if not blocks:
+            return None
+        ids, first = torch.zeros_like(self.input_ids), 1
+        for batch in blocks:
+            numbers = torch.arange(first, first + len(batch.num_tokens))
+            counts = torch.tensor(batch.num_tokens)
+            ids[0, to_device(batch.positions, ids.device)] = to_device(numbers.repeat_interleave(counts), ids.device)
+            first += len(numbers)
+        return ids
 
     def loss_counts(self) -> dict[str, int]:
         """Return loss name -> number of predicted tokens."""
@@ -117,18 +139,13 @@ class Pack:
         device = torch.device(device)
         if device == self.input_ids.device:
             return self
-        return Pack(
-            input_ids=to_device(self.input_ids, device),
-            position_ids=to_device(self.position_ids, device),
-            cu_seqlens=to_device(self.cu_seqlens, device),
-            text_rows=self.text_rows,
-            text_labels=to_device(self.text_labels, device),
-            inputs={name: batch.to(device) for name, batch in self.inputs.items()},
-            targets={name: batch.to(device) for name, batch in self.targets.items()},
-            info=self.info,
-            token_inputs={name: to_device(tensor, device) for name, tensor in self.token_inputs.items()},
-            forward_inputs={name: to_device(tensor, device) for name, tensor in self.forward_inputs.items()},
-        )
+        tensors = ("input_ids", "position_ids", "cu_seqlens", "text_labels")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in tensors}
+        for name in ("inputs", "targets"):
+            moved[name] = {component: batch.to(device) for component, batch in getattr(self, name).items()}
+        for name in ("token_inputs", "forward_inputs"):
+            moved[name] = {key: to_device(tensor, device) for key, tensor in getattr(self, name).items()}
+        return replace(self, **moved)
 
     def followed_by(self, text: Pack) -> Pack:
         """Return the pack with further samples without media or labels at its end, which train nothing."""
@@ -183,9 +200,9 @@ class _PackedSpan(NamedTuple):
 
     @property
     def features(self) -> Features:
-        """Those of the item, with its seeds."""
+        """The features of the item, with its seeds."""
         features, sample = self.span.item.features, self.sample
-        if SEEDS not in features:
+        if SEEDS not in features or sample.seed is None:
             return features
         seed = mixed_seed(sample.seed, sample.index, sample.piece, self.span.start)
         seeds = np.uint64(seed) + np.arange(self.span.item.num_tokens, dtype=np.uint64)  # wraps around
@@ -225,6 +242,7 @@ def _media_batch(spans: list[_PackedSpan]) -> MediaBatch:
         groups=tuple(map(_media_group, groups)),
         positions=torch.from_numpy(np.concatenate([entry.positions for entry in ordered])),
         samples=tuple(entry.place for entry in ordered),
+        is_block=ordered[0].span.item.is_block,
     )
 
 

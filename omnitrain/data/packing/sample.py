@@ -13,7 +13,8 @@ import numpy as np
 Features = dict[str, np.ndarray]
 
 # Array of an item, ``[num_tokens]`` int64: a seed for each token, for components that draw. The adapter gives zeros; a
-# pack has a function of the run's seed, of the sample's position in the global data order, and of the token's in it.
+# pack has a function of the run's seed, of the sample's position in the global data order, and of the token's in it. In
+# prompts they stay zero: nothing is drawn.
 SEEDS = "seeds"
 
 # Prefix of the component names of native modalities: ``foundation.image``, ...
@@ -29,6 +30,7 @@ class MediaItem:
     features: Features  # the component's arguments by name; items of a pack are concatenated along axis 0
     num_tokens: int  # in the sequence, one for each row of the component's output
     is_lowered: bool = False  # a limit of frames lowered the rate at which a video is read
+    is_block: bool = False  # its tokens see each other, and a head predicts each from its own state
 
     @property
     def num_elements(self) -> int:
@@ -68,7 +70,7 @@ class Sample:
     position_ids: np.ndarray  # `[T]` int64, or `[axes, T]` for a foundation with several position axes (M-RoPE)
     spans: tuple[MediaSpan, ...] = ()  # media spans, in order of `start`
     index: int = 0  # position in the global data order. Negative: the sample is a stand-in that is not in the data
-    seed: int = 0  # of the run, for `SEEDS`
+    seed: int | None = 0  # of the run, for `SEEDS`; None: of a prompt, in which nothing is drawn
     token_inputs: dict[str, np.ndarray] = field(default_factory=dict)  # per-token arguments of the forward, [T] each
     forward_inputs: Features = field(default_factory=dict)  # of the foundation's own forward, which reads it alone
     num_inputs: int | None = None  # of first tokens that the model gets; later ones are labels at most; None: all

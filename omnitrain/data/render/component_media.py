@@ -20,6 +20,7 @@ class ComponentAdapter:
 
     modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
     max_frames: int = 1  # the most frames to read from a video
+    is_block: bool = False  # see ``MediaItem``; of decoders
     fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -80,7 +81,7 @@ def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> Me
         with costing_one_row(f"{name} cannot prepare this {part.modality}"):
             content = media.frames if isinstance(media, Clip) else media
             features, num_tokens = adapter.prepare(part.modality, content)
-    return MediaItem(features, num_tokens, is_lowered)
+    return MediaItem(features, num_tokens, is_lowered, adapter.is_block)
 
 
 def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:

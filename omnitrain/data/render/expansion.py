@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from omnitrain.errors import UserError
 # Names of per-token arguments that processors make, in addition to the outputs of their tokenizer.
 _PER_TOKEN = {"mm_token_type_ids", "token_type_ids"}
 _KEPT_TEXTS = 128
+_ANY_TEXT = "any text"
 _MAX_DROPPED_SECONDS = 0.1  # the end of a clip that fills no whole frame is at most this long
 _ARGUMENT = {"image": "images", "audio": "audio", "video": "videos"}
 _GROUP = {"image": "images_kwargs", "video": "videos_kwargs"}
@@ -130,7 +132,8 @@ class MediaExpander:
     def expand(self, medium: Medium) -> Expansion:
         """Run the processor on ``medium`` alone; ValueError: the processor refuses the medium, or would cut it."""
         with costing_one_row(f"{self.name} cannot prepare this {medium.modality}"):
-            output, text, per_token = self._call(self.tokens[medium.modality], [medium])
+            output, text, per_token = self.run(self.tokens[medium.modality], [medium])
+        text = text.removeprefix(self.around[0]).removesuffix(self.around[1])
         if not text:
             raise ValueError(f"{self.name} makes no tokens for this {medium.modality}: it is too short or too small")
         features = {name: np.asarray(value) for name, value in output.items() if name not in per_token}
@@ -143,10 +146,14 @@ class MediaExpander:
             self._check_uncut([medium.value], features)
         return Expansion(text, by_modality, frozenset(_PER_TOKEN & output.keys()))
 
-    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str]:
-        """Run the processor on a whole conversation, and return its output and the text that its tokenizer got."""
-        output, whole, _ = self._call(text, media)
-        return output, whole
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """The texts that the processor puts before and after every text, and no argument turns off; most put none."""
+        try:
+            before, _, after = self.run(_ANY_TEXT, [])[1].partition(_ANY_TEXT)
+        except Exception:  # each class fails differently where it needs media
+            return "", ""
+        return before, after
 
     def require_uncut(self, media: Sequence[Medium], output: Mapping[str, Any]) -> None:
         """Raise ValueError if the processor cut any sound. ``output`` is its output for all ``media``."""
@@ -155,8 +162,8 @@ class MediaExpander:
             names = getattr(self._audio_extractor, "model_input_names", ())
             self._check_uncut(clips, {name: np.asarray(output[name]) for name in names if name in output})
 
-    def _call(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
-        """Return the output, the text that the tokenizer got, and the names of per-token outputs."""
+    def run(self, text: str, media: Sequence[Medium]) -> tuple[Mapping[str, Any], str, set[str]]:
+        """Run the processor; return its output, the text that its tokenizer got, and names of per-token outputs."""
         bos = self._processor.tokenizer.bos_token
         options = {**self._arguments, **self._media_arguments(media)}
         with _recorded(self._processor, self._kept) as recorder:

@@ -47,7 +47,6 @@ class FrameChoice:
         return len(clip.frames) < self._asked(clip.found, clip.seconds) - 2
 
     def _asked(self, total: int, seconds: float | None) -> int:
-        """Return how many of all frames the rate asks for."""
         return total if self._fps is None or seconds is None else min(total, max(1, round(seconds * self._fps)))
 
     @property
@@ -58,7 +57,6 @@ class FrameChoice:
 
     @property
     def _num_frames(self) -> int | None:
-        """Number of frames that the recipe's arguments or the processor ask for."""
         return self.arguments.get("num_frames") or getattr(self.component, "num_frames", None)
 
     @property

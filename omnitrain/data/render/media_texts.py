@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -30,6 +30,15 @@ class Insert(ABC):
     @abstractmethod
     def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
         """Return the media spans of its items; UserError: the tokens are not those that the component expects."""
+
+
+@dataclass(frozen=True)
+class AddedText(Insert):
+    """A text that the foundation's processor adds to a conversation."""
+
+    def spans(self, tokens: PlacedTokens, native: NativeInputs) -> list[MediaSpan]:
+        """Return no spans: it has no media."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class NativeInsert(Insert):
     row_id: str
     medium: Medium
     expansion: Expansion
+    is_target: bool  # whether the foundation learns to write it
 
     def rows(self, tokens: PlacedTokens, native: NativeInputs, modality: str) -> np.ndarray:
         """Return ``[rows]``: the indices of the placeholder tokens of one of its modalities."""
@@ -133,10 +143,6 @@ class ForwardInsert(Insert):
         """Return no spans, because the forward makes the features."""
         return []
 
-    def showing(self, text: str) -> ForwardInsert:
-        """Return the insert with the text that the processor wrote."""
-        return ForwardInsert(self.at, text, self.medium)
-
 
 class ForwardEncoder:
     """Calls the HF processor of a foundation for a whole conversation."""
@@ -153,7 +159,7 @@ class ForwardEncoder:
         shown = [self._expander.tokens[medium.modality] for medium in media]
         with costing_one_row(f"{self._expander.name} cannot prepare the media of this conversation"):
             joined = "".join(chain.from_iterable(zip(pieces, [*shown, ""], strict=True)))
-            output, whole = self._expander.run(joined, media)
+            output, whole, _ = self._expander.run(joined, media)
         self._expander.require_uncut(media, output)
         early, late = self._written(pieces, whole)
         if not any(early):
@@ -163,7 +169,12 @@ class ForwardEncoder:
             for written in (early, late)
         ]
         tokens, trained = placed[0], placed[0].covered(answers)
-        self._require_same(tokens, output)
+        ids = np.asarray(output["input_ids"]).reshape(-1)
+        if not np.array_equal(ids, tokens.ids):
+            raise UserError(
+                f"{self._expander.name} returns {len(ids)} tokens for a conversation, and its tokenizer "
+                f"{len(tokens.ids)}, or their ids differ; the tokens to train can only be found if all ids are equal"
+            )
         if not np.array_equal(trained, placed[1].covered(answers)):
             raise ValueError("the processor's text for the media cannot be told apart from an assistant's answer")
         spans = [span for insert in tokens.inserts for span in insert.spans(tokens, self._native)]
@@ -191,14 +202,6 @@ class ForwardEncoder:
                 "cannot be found"
             ) from None
         return early, [written[::-1] for written in late]
-
-    def _require_same(self, tokens: PlacedTokens, output: Mapping[str, Any]) -> None:
-        ids = np.asarray(output["input_ids"]).reshape(-1)
-        if not np.array_equal(ids, tokens.ids):
-            raise UserError(
-                f"{self._expander.name} returns {len(ids)} tokens for a conversation, and its tokenizer "
-                f"{len(tokens.ids)}, or their ids differ; the tokens to train can only be found if all ids are equal"
-            )
 
     def _token_inputs(self, ids: np.ndarray, trained: np.ndarray) -> dict[str, np.ndarray]:
         """Return the types that depend on the trained tokens, which the processor does not know."""
@@ -256,4 +259,4 @@ def _pieces(text: str, inserts: Sequence[Insert]) -> Iterator[str]:
 
 def _shown(inserts: Sequence[Insert], written: Sequence[str]) -> list[Insert]:
     texts = iter(written)
-    return [insert.showing(next(texts)) if isinstance(insert, ForwardInsert) else insert for insert in inserts]
+    return [replace(insert, text=next(texts)) if isinstance(insert, ForwardInsert) else insert for insert in inserts]

@@ -24,11 +24,17 @@ class NativeInputs:
     forward_arguments: frozenset[str] = frozenset()  # of the foundation's forward and feature methods, besides ids
     refused: Mapping[str, str] = field(default_factory=dict)  # modality that it could read, but not here -> why
     media_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modality -> the forward's arguments
+    written: frozenset[str] = frozenset()  # modalities that it writes, too: their codes are words of its vocabulary
+    unwritten: Mapping[str, str] = field(default_factory=dict)  # modality that it could write, but not here -> why
     video_marks: tuple[int, int] | None = None  # ids around a video, if videos and images have one placeholder
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""
         return replace(self, in_forward=self.in_forward - reasons.keys(), refused={**self.refused, **reasons})
+
+    def without_words(self, reason: str) -> NativeInputs:
+        """Return a copy that writes nothing, for this reason."""
+        return replace(self, written=frozenset(), unwritten=dict.fromkeys(self.written, reason))
 
 
 def unpassed(given: Mapping[str, Any], passed: Collection[str], taken: Collection[str]) -> list[str]:

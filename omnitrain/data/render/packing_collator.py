@@ -75,7 +75,6 @@ class OmniDataCollatorWithPacking:
         return Pack.from_samples([row if isinstance(row, Sample) else self.sample(row, i) for row, i in together])
 
     def _instead(self, name: str, names: Collection[str]) -> str:
-        """Return what to write in the place of a feature that the model does not take."""
         if _OF_VEOMNI.fullmatch(name):
             return (
                 "pass `model.native_inputs` in place of both lists: media have the names that the HF processor gives "
@@ -112,7 +111,8 @@ class OmniDataCollatorWithPacking:
         spans = self._spans(ids, media)
         trained = _trained(ids, labels)
         for span in spans:
-            trained[span.positions] = False
+            is_written = labels is not None and span.component.removeprefix(NATIVE_PREFIX) in self._native.written
+            trained[span.positions] &= is_written
         token_inputs = self._token_inputs(ids, trained, per_token)
         if positions is None and self._native.positions is not None:
             of_items = {modality: [items] for modality, items in media.items()}

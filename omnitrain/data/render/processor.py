@@ -11,12 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts
 from omnitrain.data.chat.text_tokenizer import TextEncoder, load_tokenizer
 from omnitrain.data.packing.budget import PackBudget
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Rejected, Sample
 from omnitrain.data.render.component_media import AttachedMedia, ComponentAdapter
-from omnitrain.data.render.condition import CONDITION, without_condition
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.renderer import ChatRenderer, Renderer
 from omnitrain.data.render.template_renderer import TemplateRenderer
@@ -24,11 +25,11 @@ from omnitrain.data.sources.clips import Choose
 from omnitrain.data.sources.documents import Document
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.part_files import is_file
-from omnitrain.data.sources.rows import Row
+from omnitrain.data.sources.rows import MODALITIES, Row
 from omnitrain.data.sources.turns import canonical, how_to_show
 from omnitrain.errors import UserError
 from omnitrain.recipe import ChatFormat
-from omnitrain.recipe.data import Overlong
+from omnitrain.recipe.data import ConditionDropout, Overlong
 
 _SETTINGS_FILE = "omni_processor.json"
 
@@ -79,15 +80,10 @@ class OmniProcessor:
     ) -> Sample | Rejected:
         """Return the training sample of a row, or :class:`Rejected` for one that is damaged, overlong or not trained.
 
-        Raises UserError: the model cannot use such rows at all (no component handles a modality).
-
-        Args:
-            row: the data row.
-            index: position in the global data order.
-            max_tokens: maximum number of tokens of a sample. None: no limit.
-            without_tail: see :meth:`Sample.without_tail`.
-            may_ask: whether it may have nothing to predict, such as a held-out question.
-            dropped: what the condition of a row loses whose answer has media: ``text``, ``image``, ...
+        ``index``: position in the global data order. ``max_tokens``: of a sample; None: no limit. ``without_tail``: see
+        :meth:`Sample.without_tail`. ``may_ask``: it may have nothing to predict, such as a held-out question.
+        ``dropped``: what the condition of a row loses whose answer has media: ``text``, ``image``, ... Raises
+        UserError: the model cannot use such rows at all (no component handles a modality).
         """
         if row.document is not None and not row.problem:
             return self._document(row, row.document, index, max_tokens, without_tail=without_tail)
@@ -131,19 +127,15 @@ class OmniProcessor:
     def _encode_text(self) -> TextEncoder:
         return TextEncoder(self.tokenizer, ())
 
-    def _ids_of(self, document: Document) -> list[int]:
-        """Return the ids of a document's text, between the tokenizer's start and end where it begins and ends."""
-        start, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        starts = document.begins and start is not None and start in self.tokenizer("")["input_ids"]
-        ends = [self.end_token if end is None else end] if document.ends else []
-        return [*([start] if starts else []), *self._encode_text(document.text), *ends]
-
     def _document(
         self, row: Row, document: Document, index: int, max_tokens: int | None, *, without_tail: bool
     ) -> Sample | Rejected:
         """Return the first piece of a document, which has the others. All but the last two are as long as possible."""
+        first, last = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        starts = document.begins and first is not None and first in self.tokenizer("")["input_ids"]
+        ends = [self.end_token if last is None else last] if document.ends else []
         try:
-            ids = self._ids_of(document)
+            ids = [*([first] if starts else []), *self._encode_text(document.text), *ends]
         except ValueError as error:
             return Rejected(row.id, row.source, str(error), index)
         if len(ids) < 2:
@@ -188,17 +180,18 @@ class OmniProcessor:
             return Rejected(row.id, row.source, str(error), index)
         if not len(sample):
             return Rejected(row.id, row.source, "no tokens: the row has no messages", index)
-        return replace(sample, index=index)
+        return replace(sample, index=index, seed=None if for_generation else sample.seed)
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
-        native = self.renderer.native_modalities
+        native, written = self.renderer.native_modalities, self.renderer.written_modalities
         for part in parts:
-            if self._media.handles(part) or (part.modality in native and not part.is_target):
+            if self._media.handles(part) or part.modality in (written if part.is_target else native):
                 continue
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
-            able = sorted(self.writers if part.is_target else {*self.readers, *native})
-            refused = None if part.is_target else self.renderer.refused_modalities.get(part.modality)
-            why = f" (the foundation cannot read it: {refused})" if refused else ""
+            able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
+            of_foundation = self.renderer.unwritten_modalities if part.is_target else self.renderer.refused_modalities
+            refused = of_foundation.get(part.modality)
+            why = f" (the foundation cannot {verb} it: {refused})" if refused else ""
             raise UserError(
                 f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, but it can {verb} "
                 f"{able or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop these rows"
@@ -350,6 +343,34 @@ def _head_and_turns(messages: Sequence[Message]) -> tuple[list[int], list[list[i
 def _media_by_message(row: Row) -> list[list[tuple[str, Any]]]:
     """Return the modality and file of each medium that a message shows, in order."""
     files = {modality: iter(values) for modality, values in row.media.items()}
-    return [
-        [(part.modality, next(files[part.modality])) for part in media_parts([message])] for message in row.messages
-    ]
+    parts = (media_parts([message]) for message in row.messages)
+    return [[(part.modality, next(files[part.modality])) for part in of_message] for of_message in parts]
+
+
+CONDITION = frozenset({"text", *MODALITIES})
+_STREAM = 1  # of random numbers: other users of seed and index draw others
+
+
+def without_condition(row: Row, messages: Sequence[Message], kinds: Collection[str]) -> tuple[Row, list[Message]]:
+    """Return a row and its messages; all but the assistant's have lost parts of ``kinds``; ``text``: tools, too."""
+    kept = [part for part in media_parts(list(messages)) if part.is_target or part.modality not in kinds]
+    media = {
+        modality: [file for part in kept if part.modality == modality for file in files[part.position :][:1]]
+        for modality, files in row.media.items()
+    }
+    row = replace(row, media=media, tools=None if "text" in kinds else row.tools)
+    return row, [one if one["role"] == "assistant" else _without(one, kinds) for one in messages]
+
+
+def _without(message: Message, kinds: Collection[str]) -> Message:
+    return message | {"content": [part for part in content_parts(message) if part["type"] not in kinds] or ""}
+
+
+def dropped_kinds(dropout: ConditionDropout, seed: int, index: int) -> frozenset[str]:
+    """Return what the sample of a position in the global data order loses: a function of its arguments alone."""
+    if dropout == ConditionDropout():
+        return frozenset()
+    whole, *draws = np.random.default_rng((seed, index, _STREAM)).random(1 + len(CONDITION)).tolist()
+    kinds = zip(sorted(CONDITION), draws, strict=True)
+    lost = {kind for kind, draw in kinds if whole < dropout.whole or draw < getattr(dropout, kind)}
+    return frozenset(lost)

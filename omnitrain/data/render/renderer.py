@@ -30,7 +30,9 @@ class Renderer(ABC):
     chat: ChatFormat  # the format, or the start tokens of attached media
     end_token: int  # id of the token that ends an assistant's message
     native_modalities: frozenset[str] = frozenset()  # modalities that the foundation reads natively
+    written_modalities: frozenset[str] = frozenset()  # those of them that it writes as words of its vocabulary
     refused_modalities: Mapping[str, str]  # modality that the foundation could read, but not here -> why
+    unwritten_modalities: Mapping[str, str] = MappingProxyType({})  # the same of those that it could write
     reads: frozenset[str] = frozenset()  # further keys of messages and parts that may change the text
 
     def start_token(self, key: str) -> int:

@@ -25,6 +25,7 @@ from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.media_texts import (
+    AddedText,
     AttachedInsert,
     ForwardEncoder,
     ForwardInsert,
@@ -50,33 +51,18 @@ class TemplateRenderer(Renderer):
 
     def __init__(
         self,
-        processor: ProcessorMixin | PreTrainedTokenizerBase,
-        native: NativeInputs | None = None,
+        processor: ProcessorMixin | PreTrainedTokenizerBase,  # of the foundation; a tokenizer if it reads only text
+        native: NativeInputs | None = None,  # media of the foundation; None: it has none
         *,
-        starts: ChatFormat | None = None,
-        arguments: Mapping[str, Any] | None = None,
-        audio_in_video: bool = False,
-        fps: float | None = None,
+        starts: ChatFormat | None = None,  # with the start tokens of attached media; None: the defaults
+        arguments: Mapping[str, Any] | None = None,  # of every call of `processor` (`images_kwargs`, ...)
+        audio_in_video: bool = False,  # read videos together with their sound
+        fps: float | None = None,  # frames of a second; None: the processor's own rate, as for the limits
         max_frames: int | None = None,
-        min_pixels: int | None = None,
+        min_pixels: int | None = None,  # of an image or frame
         max_pixels: int | None = None,
     ) -> None:
-        """Check that processor, template and foundation fit together.
-
-        Args:
-            processor: processor of the foundation, or a tokenizer if it reads only text.
-            native: native media of the foundation; None: it has none.
-            starts: chat format with the start tokens of attached media; None: the defaults.
-            arguments: further arguments of every call of ``processor`` (``images_kwargs``, ``videos_kwargs``, ...).
-            audio_in_video: read videos together with their sound.
-            fps: frames from a second of a video; None: the processor's own rate, as for the limits.
-            max_frames: most frames of a video.
-            min_pixels: least pixels of an image or frame.
-            max_pixels: most pixels of an image or frame.
-
-        Raises:
-            UserError: they do not fit together.
-        """
+        """Check that processor, template and foundation fit together; UserError: they do not."""
         self._processor = processor
         self.tokenizer: PreTrainedTokenizerBase = getattr(processor, "tokenizer", processor)
         if not getattr(self.tokenizer, "is_fast", False):
@@ -87,17 +73,12 @@ class TemplateRenderer(Renderer):
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
         self.native = _as_shown(processor, native or NativeInputs({}))
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
+        self.written_modalities, self.unwritten_modalities = self.native.written, self.native.unwritten
         self.refused_modalities = self.native.refused
         self.reads = self.template.keys
         self.chat = starts or ChatFormat()
-        self._settings: dict[str, Any] = {
-            "arguments": dict(arguments or {}),
-            "audio_in_video": audio_in_video,
-            "fps": fps,
-            "max_frames": max_frames,
-            "min_pixels": min_pixels,
-            "max_pixels": max_pixels,
-        }
+        self._settings: dict[str, Any] = {"arguments": dict(arguments or {}), "audio_in_video": audio_in_video}
+        self._settings |= dict(zip(VISUAL_KEYS, (fps, max_frames, min_pixels, max_pixels), strict=True))
         self._expander = None
         if self.native_modalities:
             self._expander = MediaExpander(
@@ -128,12 +109,15 @@ class TemplateRenderer(Renderer):
         if any(isinstance(insert, ForwardInsert) for insert in inserts):
             self._require_one_way(inserts)
             return self._forward.encode(row, text, answers, inserts, adds_special=self._adds_special(text))
-        tokens = PlacedTokens.of(self.tokenizer, text, inserts, adds_special=self._adds_special(text))
+        before, after = self._expander.around if self._expander else ("", "")
+        added = AddedText((0, 0), before), *inserts, AddedText((len(text), len(text)), after)
+        tokens = PlacedTokens.of(self.tokenizer, text, added, adds_special=self._adds_special(text))
         trained = tokens.covered(answers)
         spans: list[MediaSpan] = []
         for insert in inserts:
+            is_written = isinstance(insert, NativeInsert) and insert.is_target
             for span in insert.spans(tokens, self.native):
-                trained[span.positions] = False
+                trained[span.positions] &= is_written
                 spans.append(span)
         self._check_placeholders(tokens, spans)
         token_inputs = self._token_inputs(tokens, trained, inserts)
@@ -199,7 +183,7 @@ class TemplateRenderer(Renderer):
             expansion = self._native_expander.expand(medium)
         for modality, features in expansion.features.items():
             self._require_passed(modality, features)
-        return NativeInsert(at, expansion.text, row.id, medium, expansion)
+        return NativeInsert(at, expansion.text, row.id, medium, expansion, part.is_target)
 
     def _require_passed(self, modality: str, features: Features) -> None:
         """Raise if the processor returns arguments that the foundation takes and would not get."""
@@ -267,7 +251,7 @@ class TemplateRenderer(Renderer):
         mixture = tuple(sorted((modality, min(count, 2)) for modality, count in counts.items()))
         if not media or len(media) < len(inserts) or mixture in self._verified or not has_one_call(media):
             return
-        whole, _ = self._native_expander.run(text, media)
+        whole, *_ = self._native_expander.run(text, media)
         for name, ours in {"input_ids": tokens.ids, **token_inputs}.items():
             theirs = np.asarray(whole[name])[0] if name in whole else ours
             if not np.array_equal(ours, theirs):

@@ -91,7 +91,11 @@ def _unshown(source: RowSource, rows: Sequence[Row], modality: str, *, is_held: 
             f"column {other!r} has {modality} files that no message shows: set `columns.{modality}s: {other}`; "
             f"{how_to_show(modality)}; if they are not training data, remove the column from the file"
         )
-    if is_able and not source.takes_markers and any(MARKERS[modality] in _texts(row) for row in rows):
+    if (
+        is_able
+        and not source.takes_markers
+        and any(MARKERS[modality] in part.get("text", "") for row in rows for part in _parts(row))
+    ):
         return (
             f"texts contain {MARKERS[modality]}, which is read as text: set `media_markers: [{modality}]` and "
             f"`columns.{modality}s` if it stands for a file, or `media_markers: []` if it is text"
@@ -129,10 +133,6 @@ def _holds(name: str, value: Any, modality: str) -> bool:
     return modality == "image" and isinstance(value, Image.Image)
 
 
-def _texts(row: Row) -> str:
-    return "\n".join(part["text"] for part in _parts(row) if part["type"] == "text")
-
-
 def _parts(row: Row) -> list[dict[str, Any]]:
     """Return the parts of a row; none if its messages are malformed, because training skips it."""
     try:
@@ -153,11 +153,11 @@ def unread_notes(sources: Iterable[RowSource], renderer: Renderer, recipe: Recip
     """Return a line for each data set with keys that nothing reads, or with a recognised format."""
     scored = recipe.evaluation is not None and recipe.evaluation.scorer is not None
     known = renderer.reads | HARMLESS
-    return [line for source in sources for line in (_recognised(source), _note(source, known, scored)) if line]
-
-
-def _recognised(source: RowSource) -> str:
-    return f"data {source.name!r}: {source.schema.said}" if source.schema.said else ""
+    lines: list[str] = []
+    for source in sources:
+        said = source.schema.said and f"data {source.name!r}: {source.schema.said}"
+        lines += filter(None, (said, _note(source, known, scored)))
+    return lines
 
 
 def _note(source: RowSource, known: frozenset[str], scored: bool) -> str:

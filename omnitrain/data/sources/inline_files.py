@@ -84,7 +84,6 @@ def _decoded(text: str) -> bytes:
 
 
 def _encoded(image: Image.Image) -> bytes:
-    """Return an image as a file that keeps each pixel."""
     stream = io.BytesIO()
     if image.mode in ("CMYK", "F", "LAB", "YCbCr"):  # PNG has no such pixels
         image.save(stream, "TIFF")

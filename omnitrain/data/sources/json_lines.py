@@ -119,13 +119,11 @@ class JsonLines(Table):
             raise ReadError(f"{self._where(position)}: {error}") from None
 
     def _span(self, position: int) -> tuple[str, int, int]:
-        """Return file, first byte and end of a row."""
         file, within = self._place(position)
         starts, stops = self._spans[file]
         return self._files[file], int(starts[within]), int(stops[within])
 
     def _where(self, position: int) -> str:
-        """Return the file and line (or entry) of a row in words."""
         file, start, stop = self._span(position)
         if file.endswith(".json"):
             return f"{file}, entry {self._place(position)[1] + 1}"
@@ -154,7 +152,6 @@ def kinds_of(record: dict[str, Any], schema: Schema) -> Iterator[tuple[Any, Any]
 
 
 def _names(line: bytes) -> list[str]:
-    """Return the columns of a row; none: it is no row."""
     try:
         return list(_object(line))
     except ValueError:

@@ -93,7 +93,8 @@ class Row:
             value = as_file(values[position])
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        path = _path_of(value)
+        path = value.get("path") if isinstance(value, dict) else value
+        path = None if isinstance(path, bytes) or not path else str(path)
         start, stop, reading = part_and_reading(value, modality, place)
         with self._opened(value, path, place) as stream:
             try:
@@ -116,11 +117,6 @@ class Row:
             raise ValueError(
                 f"{place} cannot be read from its file: {error}{'' if Path(path).is_absolute() else hint}"
             ) from error
-
-
-def _path_of(file: Any) -> str | None:
-    path = file.get("path") if isinstance(file, dict) else file
-    return None if isinstance(path, bytes) or not path else str(path)
 
 
 class RowSource(Sequence[Row]):

@@ -70,7 +70,6 @@ def _questions(record: dict[str, Any], columns: Columns) -> list[Any]:
 
 
 def _answers(value: Any, name: str) -> list[Any]:
-    """Return the turns of an answer: a text, or messages."""
     return value if isinstance(value, list) else [{"role": "assistant", "content": required(value, name)}]
 
 
@@ -82,7 +81,6 @@ def _untrained(turn: Any) -> Any:
 
 
 def _earlier(pairs: Any, name: str) -> list[Any]:
-    """Return earlier questions and answers, ``[[question, answer], ...]``, as turns."""
     pairs = pairs or []
     if not isinstance(pairs, list) or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
         raise ValueError(f"column {name!r} has {str(pairs)[:80]!r}, expected pairs of texts: [[question, answer], ...]")
@@ -231,7 +229,7 @@ def _recognised(found: Collection[str]) -> tuple[str | None, str]:
 
 def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Columns:
     """Return the columns of the shape of a format that a data set has, under the recipe's names, or ValueError."""
-    shapes = [shape for shape in FORMATS[name].shapes if _has(shape, own, found)]
+    shapes = [one for one in FORMATS[name].shapes if all(_named(one, own, key)[0] in found for key in one.needs)]
     if not shapes:
         expected = " or ".join(_words(shape, own) for shape in FORMATS[name].shapes)
         others = [one for one in _fitting(set(found)) if one != name]
@@ -246,10 +244,6 @@ def _columns(name: str, own: Mapping[str, Any], found: Collection[str]) -> Colum
         )
     singular = {f"{m}s": m for m in MARKERS if f"{m}s" not in found and m in found}
     return Columns(**{**singular, **shape.may, **shape.needs, **own})
-
-
-def _has(shape: Shape, own: Mapping[str, Any], found: Collection[str]) -> bool:
-    return all(_named(shape, own, key)[0] in found for key in shape.needs)
 
 
 def _unused(shape: Shape, own: Mapping[str, Any]) -> set[str]:

@@ -38,11 +38,10 @@ class _Cursor:
 
 
 class Stream(Table):
-    """The rows of a stream by their position.
+    """The rows of a stream by their position, in pass after pass.
 
-    A row after the last one is a row of the next pass. The slots of a run ask for rows in about the order of the
-    stream, so skipped rows are kept for a while. If a slot asks for a row that is no longer kept, a second cursor reads
-    up to that row, and serves that slot from then on. The first rows have all its columns.
+    Slots ask for rows in about the order of the stream, so skipped rows are kept for a while; for a row that is no
+    longer kept, a second cursor reads up to it, and serves that slot from then on. The first rows have all its columns.
     """
 
     def __init__(self, data: datasets.IterableDataset, choose: Choose) -> None:

@@ -20,12 +20,11 @@ Choose = Callable[[Sequence[str]], Schema]  # how rows with given columns are re
 class Table(ABC):
     """The records of a data set, by position. It can be pickled.
 
-    ``column_names``: columns of all records; a record may lack some. ``schema``: how its records are read, which is
-    chosen when their columns are known. ``kinds``: kinds of messages of all records -> position of the first record
-    that has it. They are ``(role, None)``, ``(role, type of a part)``, and for further keys that are not null ``(role,
-    "message.KEY")``, ``(role, "part.KEY")`` and ``(role, "part.KEY.KEY")``, as in the file; and ``("tools", None)`` and
-    ``("system", None)`` for these columns. None: they are found in :meth:`examples`. ``blocks``: records of each part
-    that is read at once; empty: they are read one by one.
+    ``column_names``: of all records; a record may lack some. ``schema``: how its records are read. ``kinds``: kind of
+    messages -> position of the first record that has it: ``(role, None)``, ``(role, type of a part)``, for further keys
+    ``(role, "message.KEY")``, ``(role, "part.KEY")``, ``(role, "part.KEY.KEY")``, as in the file, and ``("tools",
+    None)`` and ``("system", None)`` of columns; None: see :meth:`examples`. ``blocks``: records of each part that is
+    read at once; empty: they are read one by one.
     """
 
     column_names: Sequence[str]

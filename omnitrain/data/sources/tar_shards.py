@@ -77,7 +77,6 @@ class TarShards(Table):
         return record
 
     def _members(self, position: int) -> tuple[int, str, list[_Member]]:
-        """Return the shard, key and files of a row."""
         shard, within = self._place(position)
         found = self._indexes[shard].slice(within, 1).to_pylist()[0]
         return shard, found["key"], [_Member(**member) for member in found["members"]]

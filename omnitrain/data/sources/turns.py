@@ -129,7 +129,6 @@ def _calls(content: Any) -> Any:
 
 
 def _joined(message: dict[str, Any], call: dict[str, Any]) -> dict[str, Any]:
-    """Return the assistant's message with the calls of the turn after it."""
     flags = [one.get("weight", 1) for one in (message, call)]
     if flags[0] != flags[1]:
         raise ValueError(

@@ -100,10 +100,9 @@ def stored_adapters(model: ComponentModel, path: str | Path) -> dict[str, Adapte
 def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", **hub: Any) -> None:
     """Load the adapters of a checkpoint into ``model``, and freeze the components that have adapters.
 
-    ``model`` has no adapters and is not parallelized; on the meta device it gets only their shapes. A checkpoint at
-    ``path`` (folder or Hub id) and ``subfolder`` without ``adapters`` changes nothing. ``hub``: keyword arguments of
-    ``snapshot_download``. Raises UserError: peft is missing, or see :func:`stored_adapters`; WeightsError: tensors are
-    missing, unexpected or have another shape.
+    ``model``: without adapters, not parallelized; on the meta device it gets only their shapes. ``path``: a folder or
+    Hub id; without ``adapters`` in ``subfolder``, nothing changes. ``hub``: arguments of ``snapshot_download``. Raises
+    UserError: peft is missing, or see :func:`stored_adapters`; WeightsError: tensors do not fit.
     """
     folders = _folders_at(path, subfolder, **hub)
     add_lora(model, _stored(model, folders))
@@ -112,7 +111,6 @@ def load_adapters(model: ComponentModel, path: str | Path, subfolder: str = "", 
 
 
 def _folders_at(path: str | Path, subfolder: str = "", **hub: Any) -> list[Path]:
-    """The folders of HF models with adapters."""
     below = PurePosixPath(subfolder) / ADAPTERS
     parent = folder_with(path, f"{below}/*", **hub) / below
     return sorted(folder for folder in parent.glob("[!.]*") if folder.is_dir())

@@ -232,13 +232,11 @@ def _zero_other_rows(rows: Collection[int], parameter: Tensor) -> None:
 
 @torch.no_grad()
 def merge_lora(model: ComponentModel, dtype: torch.dtype | None = None) -> None:
-    """Replace every adapted matrix ``W`` by ``W + alpha / rank * B A``, and remove the adapters.
+    """Replace every adapted matrix ``W`` by ``W + alpha / rank * B A``, in place, and remove the adapters.
 
-    Outputs stay the same up to one rounding of each of these matrices. Parameters get their names without adapters, and
-    stay frozen. ``model``: not parallelized; changed in place. A model without adapters does not change. ``dtype``:
-    dtype of the merged matrices, if the caller casts all others to it, too; None: each keeps its dtype. The sum is
-    computed in fp32 and rounded once. Raises UserError: the model is parallelized, or no omnitrain model, or an adapted
-    matrix is tied to another matrix.
+    Outputs stay the same up to one rounding of each matrix, from fp32 to ``dtype`` (None: its own). Parameters get
+    their names without adapters, and stay frozen. Raises UserError: the model is parallelized, or no omnitrain model,
+    or an adapted matrix is tied to another matrix.
     """
     if not hasattr(model, "renamed"):
         raise UserError(
@@ -281,7 +279,7 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
         target_modules=list(adapters.linears),
     )
     # In a shell, so that peft does not recognize the HF model: for some models it would choose other layers.
-    peft().inject_adapter_in_model(config, _Shell(model), ADAPTER)
+    peft().inject_adapter_in_model(config, nn.ModuleDict(dict(model.named_children())), ADAPTER)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trains)
     for name in adapters.linears:
@@ -289,15 +287,6 @@ def _add_to_linears(model: ComponentModel, adapters: Adapters) -> None:
         model.renamed[f"{name}.weight"] = (f"{name}.base_layer.weight", *added)
         if model.get_submodule(f"{name}.base_layer").bias is not None:
             model.renamed[f"{name}.bias"] = (f"{name}.base_layer.bias",)
-
-
-class _Shell(nn.Module):
-    """A plain module with the children of a model, under the same names."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for name, child in model.named_children():
-            self.add_module(name, child)
 
 
 def _add_to_experts(model: ComponentModel, adapters: Adapters) -> None:

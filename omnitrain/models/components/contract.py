@@ -15,9 +15,7 @@ class Finding:
     """The result of one check."""
 
     check: str  # name of the check, as in docs/models.md
-    # ``passed``; ``fallback``: a slower, exact method is used; ``left out``: transformers would train this term and
-    # omnitrain does not; ``refused``: the model cannot be trained
-    outcome: Outcome
+    outcome: Outcome  # `fallback`: a slower, exact method; `left out`: a term that only transformers would train
     fact: str  # the measurement, and the action taken
 
 
@@ -38,16 +36,11 @@ class StageContract:
     problem: str = ""  # why it cannot be cut anywhere; empty: it can
     cuts: tuple[int, ...] = ()  # the cuts that leave the loss and all gradients of the whole model as they are
     refused: dict[int, str] = field(default_factory=dict)  # other cut -> what was measured there
-    # every stage needs the input embeddings, with their media; otherwise only the first does
-    needs_embeddings: bool = False
-    # side features (deepstack levels) -> index of the block after which the model adds them. A side feature without an
-    # entry is needed on every stage.
+    needs_embeddings: bool = False  # every stage needs the input embeddings, with their media; not only the first
+    # side features (deepstack levels) -> the block after which the model adds them; those without are needed everywhere
     levels: dict[str, int] = field(default_factory=dict)
-    # number of entries that a block returns, and the index of the hidden states among them; None: it returns only the
-    # hidden states
-    returns: tuple[int, int] | None = None
-    # parameter outside of blocks -> the stages that read it: ``first``, ``inner``, ``last``
-    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    returns: tuple[int, int] | None = None  # entries of a block's output, index of the hidden states; None: only these
+    readers: dict[str, tuple[str, ...]] = field(default_factory=dict)  # outside of blocks -> `first`, `inner`, `last`
 
     def require(self, model: str, cut: int) -> None:
         """Raise UserError unless the model is exact if cut before the block ``cut``; its ends are no cuts."""
@@ -75,25 +68,17 @@ class StageContract:
 class Contract:
     """How a foundation must be run so that training it is exact."""
 
-    # ``omnitrain``: omnitrain's registered attention; ``native``: the model's own, which cannot pack
-    attention: Literal["omnitrain", "native"] = "omnitrain"
-    # ``inside``: the loss is computed in the head; ``plain``: on the logits that the model returns
-    head: Literal["inside", "plain"] = "inside"
+    attention: Literal["omnitrain", "native"] = "omnitrain"  # `native`: the model's own, which cannot pack
+    head: Literal["inside", "plain"] = "inside"  # the loss is computed in the head, or on the logits of the model
     packs: bool = True  # whether several samples may share a pack
-    # names of module classes that run one sample at a time, because they carry state along the sequence
-    segmented: tuple[str, ...] = ()
-    # modalities encoded one sample at a time, because the tower mixes the items of a call
-    by_sample: tuple[str, ...] = ()
-    # modules in which each token of the output reaches only the same token of the last hidden states; items of a module
-    # list are named by their index from the end
+    segmented: tuple[str, ...] = ()  # classes that run one sample at a time: they carry state along the sequence
+    by_sample: tuple[str, ...] = ()  # modalities encoded one sample at a time: the tower mixes the items of a call
+    # modules, with indices from the end, in which each token reaches only the same token of the last hidden states
     tokenwise: tuple[str, ...] = ()
     without_tails: bool = False  # whether tokens after the last supervised token can be skipped
-    # modules that some samples skip, in the order of a forward that skips none
-    skipped_modules: tuple[SkippedModule, ...] = ()
-    # modules whose parameters are read while they do not run, with ``*`` for indices in module lists
-    read_outside: tuple[str, ...] = ()
-    # modules and bare parameters without a gradient from text and from media that are encoded outside the forward;
-    # ``*`` for indices in module lists
+    skipped_modules: tuple[SkippedModule, ...] = ()  # by some samples, in the order of a forward that skips none
+    read_outside: tuple[str, ...] = ()  # modules (``*``: of any layer) whose parameters are read while they do not run
+    # modules and bare parameters without a gradient from text and from media that are encoded outside the forward
     beyond_text: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()  # the result of every check
 

@@ -25,12 +25,11 @@ class FoundationOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class OmniOutput:
-    """Output of :meth:`OmniModel.forward`.
+    """Output of :meth:`OmniModel.forward`. If ranks share a sequence, each rank has only its tokens.
 
     ``read``: loss -> ``[n]`` int64, the token of the pack from which each entry of its ``rows`` was predicted; on the
-    host. ``hidden``: ``[1, T, hidden]``, the foundation's last hidden states, without gradient; None if the model does
-    not expose them. In training, tokens that no loss reads are not computed (``model.ops.unread_rows``). If ranks share
-    a sequence, each rank has only its tokens.
+    host. ``hidden``: ``[1, T, hidden]``, the last hidden states, without gradient; None: the model hides them. In
+    training, tokens that no loss reads are not computed (``model.ops.unread_rows``).
     """
 
     losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`

@@ -63,6 +63,8 @@ class Draw(Protocol):
     of a sequence depend on the seed and its number alone.
     """
 
+    state: Any  # what the decoder keeps from one call to the next; at first None
+
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """Return tokens ``[copies * n]`` int64 for logits ``[copies * n, classes]``."""
 
@@ -96,11 +98,13 @@ class DecoderMixin(ComponentMixin):
         """Return labels of one token, for a rank without targets."""
         return torch.zeros(1, dtype=torch.long)
 
-    def lm_embed(self, hidden: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw the next token of each sequence from the states that predict it, ``[copies * n, hidden]``.
+    def lm_embed(self, hidden: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw the next ``k`` tokens of each sequence from the states that predict them, ``[copies * n, 1, hidden]``.
 
-        Returns embeddings ``[n, hidden]`` of the drawn tokens, and the tokens: codes ``[n]`` int64, or values
-        ``[n, channels]``; rows after the first ``n`` are not used.
+        Returns embeddings ``[n, k, hidden]`` of the drawn tokens, and the tokens: codes ``[n, k]`` int64, or values
+        ``[n, k, channels]``; rows after the first ``n`` are not used. A decoder of blocks (``is_block`` of its adapter)
+        draws an item as a whole. For None in place of tokens the foundation runs over the embeddings, after the
+        sequences, and the decoder gets their states ``[copies * n, k, hidden]``, until it returns the tokens.
         """
         raise NotImplementedError
 

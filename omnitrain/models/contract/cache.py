@@ -42,7 +42,10 @@ def contract_path(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
     config = copy.deepcopy(config)
     for node in config_nodes(config):
         node.dtype = None  # the tiny model is always fp32
-    identity = [name, _class_digest(model_class), *_installed(), _code_digest(), config.to_json_string(use_diff=False)]
+    # A plugin's files have no version.
+    found = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in model_class.__mro__}
+    files = sorted(Path(file) for file in found if file is not None and Path(file).is_file())
+    identity = [name, _digest(files), *_installed(), _code_digest(), config.to_json_string(use_diff=False)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "omnitrain" / "contracts" / f"{model_class.__name__}-{digest}.json"
@@ -53,12 +56,6 @@ def _installed() -> tuple[str, ...]:
     """Names and versions of all packages, from the names of their metadata folders: reading these takes much longer."""
     folders = {Path(entry or ".") for entry in sys.path}
     return tuple(sorted({info.name for folder in folders for info in folder.glob("*-info")}))
-
-
-def _class_digest(model_class: type[PreTrainedModel]) -> str:
-    """Hash the files of the class and its base classes; a plugin's files have no version."""
-    files = {getattr(sys.modules.get(kind.__module__), "__file__", None) for kind in model_class.__mro__}
-    return _digest(sorted(Path(file) for file in files if file is not None and Path(file).is_file()))
 
 
 @lru_cache(maxsize=1)

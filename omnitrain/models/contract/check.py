@@ -34,6 +34,7 @@ from omnitrain.models.contract.checks_unread import (
     tokenwise_modules,
     unread_by_short_samples,
 )
+from omnitrain.models.contract.samples import forbidden_words
 from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt
 from omnitrain.models.foundation.in_forward import outermost_unreached
@@ -167,6 +168,8 @@ def _head(trial: Trial) -> None:
     if (fact := attempt(head_fact, trial)) is None:
         trial.note("head", "passed", "the loss is computed inside the head")
     else:
+        if forbidden := forbidden_words(trial.plain):
+            fact = f"the forward forbids {len(forbidden)} tokens, but where they are labels (media to write); {fact}"
         trial.note("head", "fallback", f"{fact}; the loss is computed on the logits of supervised tokens", head="plain")
 
 

@@ -83,7 +83,6 @@ def _in_bf16(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compute_in_bf16(model: PreTrainedModel) -> None:
-    """Cast the weights as mixed precision does."""
     must_stay_fp32 = stays_fp32(model)
     dtypes = {p: torch.float32 if must_stay_fp32(n) else torch.bfloat16 for n, p in model.named_parameters()}
     compute_in(model, dtypes, torch.bfloat16, must_stay_fp32)

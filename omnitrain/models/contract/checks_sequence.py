@@ -171,7 +171,7 @@ def _measured_tower(model: nn.Module, parameters: Any, encode: Callable[[], Sequ
         return replayed[-1]
 
     tower = SharedTower(model, parameters, slice_of)
-    if not tower.num_stacks:
+    if not tower.stacks:
         return SequenceContract("it has no list of blocks")
     with tower.sharing():
         whole = encode()

@@ -134,7 +134,6 @@ def _calls_of(trial: Trial, case: PlainRun) -> _Calls:
 
 
 def _caller(name: str, called: _Calls) -> str:
-    """The nearest outer module that is called; a ModuleList is not."""
     outer: Iterator[str] = (name.rsplit(".", cut)[0] for cut in range(1, name.count(".") + 1))
     return next((around for around in outer if around in called), "")
 

@@ -15,6 +15,8 @@ from omnitrain.data.packing.sample import NATIVE_PREFIX, MediaItem, MediaSpan, S
 from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import TINY_THRESHOLD
 from omnitrain.models.discovery import Discovery, config_nodes, special_ids
+from omnitrain.models.discovery.model_errors import suppress_errors_of_models
+from omnitrain.models.discovery.text_run import plain_ids
 from omnitrain.ops.config_value import config_value
 
 # Shorter and longer than the tiny model's windows.
@@ -29,9 +31,8 @@ _ENDS = ("{}_end_token_id", "{}_eos_token_id", "eo{}_token_id", "eo{}_token_inde
 class Probe:
     """A sample, and the arguments of the plain HF forward for it."""
 
-    sample: Sample  # the sample as omnitrain's data pipeline would make it
-    # arguments of the HF forward, a batch of one: ids, attention mask, media. No positions: the model computes them.
-    arguments: dict[str, Tensor]
+    sample: Sample  # as omnitrain's data pipeline would make it
+    arguments: dict[str, Tensor]  # of the HF forward, a batch of one, without positions, which the model computes
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -58,12 +59,21 @@ def reworded(probe: Probe, words: np.ndarray) -> Sample:
 
 
 def ordinary_words(model: PreTrainedModel) -> np.ndarray:
-    """Return the ids of tokens that the config does not name as special, ascending."""
-    return np.array(sorted(set(range(_num_classes(model))) - special_ids(model.config)))
+    """Return the ids of tokens that the config does not name as special and the forward may predict, ascending."""
+    return np.array(sorted(set(range(_num_classes(model))) - special_ids(model.config) - forbidden_words(model)))
+
+
+@torch.no_grad()
+def forbidden_words(model: PreTrainedModel) -> set[int]:
+    """Return the ids whose logits the forward sets to the minimum (codes of images, in Chameleon); often none."""
+    forbidden = set[int]()
+    with suppress_errors_of_models():
+        logits = model(input_ids=torch.tensor([plain_ids(model, 2)], device=model.device)).logits[0, -1]
+        forbidden.update((logits == torch.finfo(logits.dtype).min).nonzero().flatten().tolist())
+    return forbidden
 
 
 def _num_classes(model: PreTrainedModel) -> int:
-    """The number of tokens that the head can predict; some models embed more."""
     embedded: int = model.get_input_embeddings().weight.size(0)
     return min(embedded, getattr(model.get_output_embeddings(), "out_features", embedded))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from omnitrain.data.packing.pack import Pack
+from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract, StageContract
 from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import SMALLEST
@@ -45,7 +46,7 @@ def stage_contract_of(model: PreTrainedModel, contract: Contract) -> StageContra
 def check_stages(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, contract: Contract, num_blocks: int
 ) -> StageContract:
-    """Check a tiny model's cuts; if it cannot be cut everywhere, also those of a small one with all layers."""
+    """Check a tiny model's cuts; if it cannot be cut everywhere, also the cuts of a small model with all layers."""
     if num_blocks < 2:
         return StageContract(f"it has {num_blocks} block")
     small, _, whole = tiny_configs(config, least_layers=_LAYERS)
@@ -154,6 +155,8 @@ class _StageTrial:
         for span in spans[:-1]:
             stage = StageCall(span, contract, arrived[-1] if arrived else None)
             sent.append(self.runner.stage_output(pack, media, None, stage))
+            if not sent[-1].requires_grad:
+                raise UserError("the forward runs the blocks before the cut without gradients, as for a recurrence")
             arrived.append(sent[-1].detach().requires_grad_())
         last = StageCall(spans[-1], contract, arrived[-1]) if arrived else None
         loss = self.runner.text_loss(pack, media, None, last).text.sum

@@ -29,13 +29,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 CHOSEN_EXPERTS = ("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk")
 # Lengths above which a language model computes differently: windows, other scales or frequencies.
 _THRESHOLDS = (
-    "sliding_window",
-    "attention_chunk_size",
-    "attention_window_size",
-    "floor_scale",
-    "index_topk",
-    "keep_window_size",
-    "window_size",
+    *("sliding_window", "attention_chunk_size", "attention_window_size", "keep_window_size", "window_size"),
+    *("floor_scale", "index_topk"),
 )
 TINY_THRESHOLD = 8
 # Inner widths of MLPs, which hold most of a layer's weights; no other module depends on them.
@@ -54,14 +49,10 @@ def tiny_config(
 ) -> PreTrainedConfig:
     """Return a copy of a config with the same hidden widths that is quick to build.
 
-    The language model keeps the first layers, as many as it needs to have each kind of layer, and ``least_layers`` if
-    it has them; at most four experts per routing group, and a few hundred tokens of vocabulary; special tokens get new
-    ids in it. Windows and other length thresholds are cut to a few tokens, so that a short sample exceeds them. Dropout
-    and other random draws in training are off.
-
-    ``cut_towers``: towers keep only their first layers; layers that a list names by index (full attention, side
-    features) become the first layers. ``cut_mlps``: MLPs of the language model, and of towers that are cut, get a small
-    inner width.
+    The language model keeps the first layers, one of each kind at least and ``least_layers`` if it has them; at most
+    four experts per routing group; a small vocabulary, in which special tokens get new ids. Lengths such as windows are
+    cut to a few tokens, which a short sample exceeds. Nothing is drawn at random. ``cut_towers``: towers keep only
+    their first layers; those that a list names by index become the first. ``cut_mlps``: MLPs get a small inner width.
     """
     small = copy.deepcopy(config)
     text = small.get_text_config(decoder=True)
@@ -78,7 +69,8 @@ def tiny_config(
     _cut_positions(text)
     for node in config_nodes(small):
         _cap(node, _random_keys(node), 0.0)
-    _cut_vocabulary(small)
+    if getattr(small, "vocabulary_map", None) is None:  # else the model's own tables have all ids
+        _cut_vocabulary(small)
     return small
 
 

@@ -21,7 +21,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
 from omnitrain.models.contract.tiny_model import build_tiny_model
-from omnitrain.models.discovery import discover, failure_of_model
+from omnitrain.models.discovery import discover, failure_of_model, rest_codecs
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.ops.attention.packed_context import PackedSequence
@@ -58,6 +58,7 @@ class Trial:
     def __init__(self, tiny_model: PreTrainedModel, contract: Contract) -> None:
         self.plain = tiny_model.train()  # transformers runs it
         self.native = discover(self.plain)
+        rest_codecs(self.plain, self.native)
         self.cases: list[PlainRun] = []  # the probes that it accepts
         self._unused = self._copy_of(self.plain)  # never run: a forward may leave state in a model
         self.contract = contract
@@ -85,7 +86,6 @@ class Trial:
             self.use(**changes)
 
     def _copy_of(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Copy the modules, not the parameters."""
         return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
     def _attach(self) -> None:
@@ -99,8 +99,6 @@ class Trial:
         foundation: Any = self.plain
         kinds = (module for module in foundation.get_decoder().modules() if not isinstance(module, nn.Conv1d))
         return any(parameter.ndim == 3 for module in kinds for parameter in module.parameters(recurse=False))
-
-    # Samples ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def probes(self) -> list[Probe]:
@@ -138,8 +136,6 @@ class Trial:
             for case in self.cases
         ]
 
-    # Plain transformers -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def run_plain(self, probe: Probe) -> PlainRun:
         """Run a probe by plain transformers."""
@@ -164,8 +160,6 @@ class Trial:
         rows = torch.from_numpy(probe.sample.loss_mask[1:].nonzero()[0])
         labels = probe.arguments["input_ids"][0, rows + 1]
         return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
-
-    # Ours -------------------------------------------------------------------------------------------------------------
 
     def media(self, pack: Pack) -> EncodedMedia:
         """Return the features of the pack's media."""
@@ -194,9 +188,6 @@ class Trial:
         return Step(total, gradients_of(self.ours))
 
 
-# Compare --------------------------------------------------------------------------------------------------------------
-
-
 class Step(NamedTuple):
     """The loss of some packs, and name -> gradient."""
 
@@ -220,7 +211,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors_of(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], scale: float = 0.0) -> dict[str, float]:
-    """Return name -> the largest difference relative to its largest value, at least ``scale`` times that of all.
+    """Return name -> its largest difference over its largest value (at least ``scale`` times that of all names).
 
     A name that only one side has is compared with zeros.
     """
@@ -255,9 +246,6 @@ def largest(tensor: Tensor | None) -> float:
 def worst(errors: Iterable[float]) -> float:
     """Return the largest error; NaN if any error is NaN."""
     return float(torch.tensor(list(errors)).max())
-
-
-# Slices ---------------------------------------------------------------------------------------------------------------
 
 
 class WholeSequence:

@@ -18,8 +18,8 @@ from omnitrain.ops.loss.cross_entropy import LossTerm
 from omnitrain.ops.noise import normals, uniforms
 from omnitrain.recipe.component_configs import FlowDecoderConfig
 
-_NOISE, _TIME = 0, 1  # streams of random numbers
-_FREQUENCIES = 32
+NOISE, TIME = 0, 1  # streams of random numbers
+FREQUENCIES = 32
 
 
 class _Block(nn.Module):
@@ -44,7 +44,7 @@ class VelocityNetwork(nn.Module):
         """Make ``depth`` blocks of ``width``."""
         super().__init__()
         self.enter, self.condition = nn.Linear(channels, width), nn.Linear(hidden_size, width)
-        self.time = nn.Sequential(nn.Linear(2 * _FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
         self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.leave = nn.Linear(width, channels)
@@ -55,7 +55,7 @@ class VelocityNetwork(nn.Module):
         ``hidden``: ``[n, hidden]``.
         """
         dtype = self.enter.weight.dtype
-        condition = self.time(_waves(time).to(dtype)) + self.condition(hidden.to(dtype))
+        condition = self.time(waves(time).to(dtype)) + self.condition(hidden.to(dtype))
         condition = nn.functional.silu(condition)
         states = self.enter(latents.to(dtype))
         for block in self.blocks:
@@ -64,14 +64,35 @@ class VelocityNetwork(nn.Module):
         return velocity.float()
 
 
-def _waves(time: Tensor) -> Tensor:
-    """``[n, 1] -> [n, 2 * _FREQUENCIES]``: cosines and sines, of periods from a tenth to a thousand."""
-    exponents = torch.arange(_FREQUENCIES, device=time.device) / (_FREQUENCIES - 1)
+def waves(time: Tensor) -> Tensor:
+    """Return ``[..., 2 * FREQUENCIES]``, cosines and sines of ``[..., 1]``, of periods from a tenth to a thousand."""
+    exponents = torch.arange(FREQUENCIES, device=time.device) / (FREQUENCIES - 1)
     angles = 2 * math.pi * time.float() * 10 ** (1 - 4 * exponents)
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-class FlowDecoder(CodecDecoder):
+class LatentDecoder(CodecDecoder):
+    """A decoder whose tokens are latents of a frozen model."""
+
+    unused_sampling = frozenset({"temperature", "top_k", "top_p"})
+
+    @cached_property
+    def codec(self) -> ImageLatents:
+        """The converter of media to latents and back."""
+        return ImageLatents(self.tokenizer, self.config.image_size, self.config.patch_size)
+
+    @property
+    def settings(self) -> set[str]:
+        """See :class:`CodecDecoder`."""
+        return {"image_size", "flow"}
+
+    def lm_generate(self, tokens: list[Any]) -> Any:
+        """Decode latents to a ``PIL.Image``."""
+        with torch.no_grad():
+            return self.codec.decode(torch.tensor(tokens, device=next(self.parameters()).device))
+
+
+class FlowDecoder(LatentDecoder):
     """A velocity network for the latents of a frozen model, and a projection of them to the foundation's input.
 
     A label is a latent, the noise from which it is reached, and the time of the way at which the velocity is learnt.
@@ -79,7 +100,6 @@ class FlowDecoder(CodecDecoder):
 
     config: FlowDecoderConfig
     config_class = FlowDecoderConfig
-    unused_sampling = frozenset({"temperature", "top_k", "top_p"})
 
     def __init__(self, config: FlowDecoderConfig, tokenizer: PreTrainedModel | None = None) -> None:
         """``tokenizer``: a model that makes latents; None: one with random weights."""
@@ -89,22 +109,12 @@ class FlowDecoder(CodecDecoder):
         self.velocity = VelocityNetwork(channels, config.hidden_size, config.width, config.depth)
         self.post_init()
 
-    @cached_property
-    def codec(self) -> ImageLatents:
-        """The converter of media to latents and back."""
-        return ImageLatents(self.tokenizer, self.config.image_size)
-
-    @property
-    def settings(self) -> set[str]:
-        """See :class:`CodecDecoder`."""
-        return {"image_size", "flow"}
-
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]``, and labels ``[sum(num_tokens), 2 * channels + 1]`` fp32."""
         seeds, channels = features[SEEDS], self.codec.num_channels
         with torch.no_grad():
             latents = self.codec.encode(features)
-            noise, time = normals(seeds, channels, _NOISE), uniforms(seeds, 1, _TIME)
+            noise, time = normals(seeds, channels, NOISE), uniforms(seeds, 1, TIME)
         return self._embedded(latents), torch.cat([latents, noise, time.float()], dim=1)
 
     def _embedded(self, latents: Tensor) -> Tensor:
@@ -130,10 +140,5 @@ class FlowDecoder(CodecDecoder):
         for step in range(steps):
             of_copies = latents.repeat(copies, 1)
             time = of_copies.new_full((len(of_copies), 1), step / steps)
-            latents = latents + draw.guided(self.velocity(of_copies, time, hidden)) / steps
-        return self._embedded(latents), latents
-
-    def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode latents to a ``PIL.Image``."""
-        with torch.no_grad():
-            return self.codec.decode(torch.tensor(tokens, device=self.embedding.weight.device))
+            latents = latents + draw.guided(self.velocity(of_copies, time, hidden[:, -1])) / steps
+        return self._embedded(latents)[:, None], latents[:, None]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import nn
 from transformers import AutoModel, PreTrainedModel
 
 from omnitrain.data.packing.sample import SEEDS, Features
@@ -38,11 +39,11 @@ class PatchCodec(PreTrainedModel):
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
         """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
-        return torch.nn.functional.pixel_unshuffle(pixels, self.stride)
+        return nn.functional.pixel_unshuffle(pixels, self.stride)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Return pixels for latents, as :meth:`encode` takes them."""
-        return torch.nn.functional.pixel_shuffle(latents, self.stride)
+        return nn.functional.pixel_shuffle(latents, self.stride)
 
 
 AutoModel.register(PatchCodecConfig, PatchCodec)
@@ -61,15 +62,21 @@ class ImageLatents:
 
     modality = "image"
 
-    def __init__(self, model: Any, image_size: int | None) -> None:
-        """Check ``image_size``, pixels; UserError: missing, or no multiple of the stride."""
-        if image_size is None or image_size % model.stride:
+    def __init__(self, model: Any, image_size: int | None, patch_size: int) -> None:
+        """``image_size``: side, pixels; ``patch_size``: side of the square of latents that is a token.
+
+        Raises:
+            UserError: ``image_size`` is missing, or no multiple of a token's side.
+        """
+        stride = model.stride * patch_size
+        if image_size is None or image_size % stride:
+            patches = f" and `patch_size: {patch_size}`" * (patch_size > 1)
             raise UserError(
-                f"a decoder of latents needs image_size, a multiple of {model.stride} for {type(model).__name__}; "
+                f"a decoder of latents needs image_size, a multiple of {stride} for {type(model).__name__}{patches}; "
                 f"found {image_size}"
             )
-        self.model, self.image_size, self.side = model, image_size, image_size // model.stride
-        self.num_channels: int = model.num_channels
+        self.model, self.image_size, self.patch_size = model, image_size, patch_size
+        self.side, self.num_channels = image_size // stride, model.num_channels * patch_size**2
 
     def length(self, tokens: Sequence[Any]) -> int:
         """Return the number of tokens of an item."""
@@ -81,13 +88,13 @@ class ImageLatents:
 
     def encode(self, features: TensorFeatures) -> torch.Tensor:
         """Encode ``pixel_values`` ``[n, 3, size, size]`` -> ``[n * side * side, num_channels]`` fp32."""
-        latents: torch.Tensor = self.model.encode(features["pixel_values"].float())
+        latents = nn.functional.pixel_unshuffle(self.model.encode(features["pixel_values"].float()), self.patch_size)
         return latents.permute(0, 2, 3, 1).reshape(-1, self.num_channels).float()
 
     def decode(self, latents: torch.Tensor) -> Image.Image:
         """Decode ``[side * side, num_channels]`` to an RGB image."""
         grid = latents.view(1, self.side, self.side, self.num_channels).permute(0, 3, 1, 2)
-        return image_of(self.model.decode(grid)[0])
+        return image_of(self.model.decode(nn.functional.pixel_shuffle(grid, self.patch_size))[0])
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the features of a black image."""

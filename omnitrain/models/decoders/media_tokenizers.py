@@ -34,23 +34,18 @@ class MediaTokenizer(Protocol):
 
     def length(self, codes: Sequence[int]) -> int | None:
         """Return the number of codes of an item that begins with ``codes``; None: items end with an extra class."""
-        ...
 
     def adapter(self) -> ComponentAdapter:
         """Return the converter from media to input features; it has no weights, for data workers."""
-        ...
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Return codes of items end to end, ``[n]`` int64, without the end tokens that ``num_tokens`` counts."""
-        ...
 
     def decode(self, codes: torch.Tensor) -> Any:
         """Return the ``PIL.Image`` or ``Waveform`` of one item's codes ``[n]``."""
-        ...
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the smallest valid input features, and the number of tokens of each item."""
-        ...
 
 
 def media_tokenizer(

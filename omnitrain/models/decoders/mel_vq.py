@@ -74,9 +74,8 @@ def num_codes(num_samples: int, config: MelVQConfig) -> int:
 def log_mel(waveform: torch.Tensor, config: MelVQConfig) -> torch.Tensor:
     """Compute the natural logarithm of mel band magnitudes; this needs no weights.
 
-    ``waveform``: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``; ``config``: config of the :class:`MelVQ`
-    that will encode the frames. Returns float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude,
-    config.floor))``. Raises ValueError: ``waveform`` is empty or has more than one dim.
+    ``waveform``: float32 ``[samples]`` in [-1, 1] at ``config.sampling_rate``; ValueError: another shape, or empty.
+    Returns float32 ``[num_codes * frames_per_code, num_mels]``, each ``log(max(magnitude, config.floor))``.
     """
     if waveform.dim() != 1 or not len(waveform):
         raise ValueError(f"a waveform of shape {list(waveform.shape)}, expected [samples]")

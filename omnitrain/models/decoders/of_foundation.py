@@ -1,6 +1,6 @@
 """Find the modules with which a foundation writes a medium by itself (Janus), and move them to a decoder and back.
 
-transformers' forward of such a model does not use them: it has a method that embeds codes, and modules beside it.
+The forward of such a model in transformers does not use these modules; a method of the model embeds codes with them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def find_writer(model: PreTrainedModel) -> dict[str, Any]:
     Raises:
         UserError: it has no such modules.
     """
-    with undisturbed(model), ParameterReads(model):
+    with torch.device(input_device(model)), undisturbed(model), ParameterReads(model):
         embedding = _called_by(model)
         classes = getattr(model.get_submodule(embedding[0]), "num_embeddings", None) if embedding else None
         tokenizer, head = next(_tokenizers(model, classes), None), next(_heads(model, classes), None)
     if not embedding or tokenizer is None or head is None:
         raise UserError(
             f"{type(model).__name__} does not write images by itself: it has no {_METHOD} with a media tokenizer and a "
-            "head of as many codes, as Janus has; set `tokenizer`"
+            "head of as many codes, as Janus has; set `tokenizer`, or leave the decoder out if codes are words of its "
+            "vocabulary, as in Emu3"
         )
     return {"tokenizer": tokenizer, "embedding": embedding, "head": head}
 
@@ -90,7 +91,7 @@ def _heads(model: PreTrainedModel, classes: int | None) -> Iterator[str]:
 
 
 def decoder_of(foundation: PreTrainedModel, config: TokenDecoderConfig) -> TokenDecoder:
-    """Make a decoder of a foundation's modules, which the foundation lacks from then on.
+    """Make a decoder of a foundation's modules; :func:`take` removes them there.
 
     Raises:
         UserError: the media tokenizer refuses the settings, or there are several sizes.
@@ -99,19 +100,28 @@ def decoder_of(foundation: PreTrainedModel, config: TokenDecoderConfig) -> Token
         raise UserError("image_sizes: the foundation's own head has no classes for sizes; use `image_size`")
     tokenizer, head, *chain = [foundation.get_submodule(name) for name in _names(config)]
     tokenizer.float()
-    decoder = TokenDecoder(config, cast(PreTrainedModel, tokenizer), nn.Sequential(*chain), head)
-    for name in _names(config):
-        owner, _, attribute = name.rpartition(".")
-        delattr(foundation.get_submodule(owner), attribute)
-    return decoder
+    return TokenDecoder(config, cast(PreTrainedModel, tokenizer), nn.Sequential(*chain), head)
+
+
+def take(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
+    """Remove the modules of a decoder from the foundation, if it has them."""
+    for owner, attribute, module in _places(foundation, decoder):
+        if getattr(owner, attribute, None) is module:
+            delattr(owner, attribute)
 
 
 def give_back(foundation: PreTrainedModel, decoder: TokenDecoder) -> None:
-    """Undo :func:`decoder_of`."""
+    """Undo :func:`take`."""
+    for owner, attribute, module in _places(foundation, decoder):
+        setattr(owner, attribute, module)
+
+
+def _places(foundation: PreTrainedModel, decoder: TokenDecoder) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield the owner in the foundation, the attribute there, and the module, of each module of a decoder."""
     modules = (decoder.tokenizer, decoder.head, *cast(nn.Sequential, decoder.embedding))
     for name, module in zip(_names(decoder.config), modules, strict=True):
         owner, _, attribute = name.rpartition(".")
-        setattr(foundation.get_submodule(owner), attribute, module)
+        yield foundation.get_submodule(owner), attribute, module
 
 
 def _names(config: TokenDecoderConfig) -> list[str]:

@@ -93,8 +93,8 @@ class TokenDecoder(CodecDecoder):
 
     def lm_embed(self, hidden: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw the next token of each sequence and embed it (see :class:`DecoderMixin`)."""
-        tokens = draw(self.head(hidden).float())
-        return self.embedding(tokens), tokens
+        tokens = draw(self.head(hidden[:, -1]).float())
+        return self.embedding(tokens)[:, None], tokens[:, None]
 
     def is_complete(self, tokens: Sequence[int]) -> bool:
         """Whether an item has its length, or ends with the end token, or has ``max_tokens`` tokens."""

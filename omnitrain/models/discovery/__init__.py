@@ -3,6 +3,7 @@
 from omnitrain.models.discovery.discover import Discovery as Discovery
 from omnitrain.models.discovery.discover import discover as discover
 from omnitrain.models.discovery.discover import native_inputs as native_inputs
+from omnitrain.models.discovery.discover import rest_codecs as rest_codecs
 from omnitrain.models.discovery.features import MediaFeatures as MediaFeatures
 from omnitrain.models.discovery.features import check_rows as check_rows
 from omnitrain.models.discovery.geometry import config_nodes as config_nodes

@@ -56,17 +56,15 @@ class PositionFunction:
     """Computes the position ids of one sample as the model would, by an instance without weights; can be pickled."""
 
     model: type[PreTrainedModel]  # class of the model
-    # its config as JSON (with ``model_type``); None: positions are a plain count, with or without media
-    config: str | None
+    config: str | None  # its config as JSON (with ``model_type``); None: positions are a plain count
     axes: int = 0  # number of rows of the result; 0: the result is ``[T]``
     start: int = 0  # first position
 
     def __call__(self, ids: _Array, features: Mapping[str, Any], extras: Mapping[str, _Array]) -> _Array:
-        """Return the position ids of one sample, ``[axes, T]`` or ``[T]``, int64.
+        """Return the position ids of one sample, ``[axes, T]`` or ``[T]``, int64; UserError: refused media.
 
         ``ids``: ``[T]``. ``features``: the forward's media arguments of this sample alone (grids, lengths, masks, ...),
-        numpy or torch. ``extras``: its per-token arguments, of ``TokenExtras``. Raises UserError: the model's function
-        refuses these media; the message quotes its error.
+        numpy or torch. ``extras``: its per-token arguments, of ``TokenExtras``.
         """
         plain = np.arange(self.start, self.start + ids.size, dtype=np.int64)
         if self.config is None:
@@ -145,13 +143,11 @@ class Discovery:
     """The components and modalities of a model."""
 
     interfaces: dict[str, ModalityInterface]  # modality -> how its features are computed and enter the forward
-    # name -> names of its parameters. ``foundation`` has all parameters that no other component reads, and those of the
-    # text model that a feature method reads (embeddings of image codes).
+    # name -> names of its parameters. ``foundation`` has all parameters that no other component reads, and those
+    # parameters of the text model that a feature method reads (embeddings of image codes).
     components: dict[str, tuple[str, ...]]
-    # modality that only the model's own forward reads -> why its features cannot be computed outside it
-    in_forward: dict[str, str]
-    # arguments that the forward and the feature methods take for a sample, besides its ids
-    forward_arguments: frozenset[str]
+    in_forward: dict[str, str]  # modality that only the model's own forward reads -> why it cannot be read outside
+    forward_arguments: frozenset[str]  # that the forward and the feature methods take for a sample, besides its ids
     refused: dict[str, str]  # modality with a feature method that the forward does not accept -> why
     positions: PositionFunction  # computes the position ids of a sample
     extras: TokenExtras  # computes the per-token arguments of a sample
@@ -160,6 +156,15 @@ class Discovery:
     def token_ids(self) -> dict[str, int]:
         """Return modality -> id of its placeholder token."""
         return {modality: interface.token_id for modality, interface in self.interfaces.items()}
+
+
+def rest_codecs(model: nn.Module, discovery: Discovery) -> None:
+    """Freeze media tokenizers whose codes are words, in evaluation mode: codes have no gradient."""
+    owners = {each.component for each in discovery.interfaces.values() if each.are_words}
+    owned = {path for component in owners for path in discovery.components[component]}
+    for name, module in model.named_modules() if owned else ():
+        if owned.issuperset(path for path, _ in module.named_parameters(prefix=name)):
+            module.eval().requires_grad_(False)
 
 
 def discover(model: PreTrainedModel) -> Discovery:
@@ -215,7 +220,6 @@ def _extras(model: PreTrainedModel, interfaces: Mapping[str, ModalityInterface])
 
 
 def _text_call(model: PreTrainedModel) -> dict[str, Any]:
-    """The arguments that the text decoder gets for ordinary text; empty if the model refuses text."""
     decoder = separate_decoder(model)
     if decoder is None:
         return {}
@@ -302,6 +306,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         forward_arguments=discovery.forward_arguments,
         refused=discovery.refused,
         media_arguments={modality: interface.arguments for modality, interface in discovery.interfaces.items()},
+        written=frozenset(modality for modality, interface in discovery.interfaces.items() if interface.are_words),
         video_marks=discovery.extras.video_marks,
     )
 

@@ -69,6 +69,7 @@ class MediaFeatures:
     @staticmethod
     def cat(calls: Sequence[MediaFeatures]) -> MediaFeatures:
         """Concatenate the features of several calls, in order, in the layout of the first."""
+        assert calls
         if len(calls) == 1:
             return calls[0]
         tensors = [torch.cat(rows) for rows in zip(*(call.tensors() for call in calls), strict=True)]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout, describe, flatten, row_numbers, watched
-from omnitrain.models.discovery.interface import ModalityInterface, method_name, methods_replaced
+from omnitrain.models.discovery.interface import WORDS, ModalityInterface, method_name, methods_replaced
 from omnitrain.models.discovery.model_errors import failure_of_model
 from omnitrain.models.discovery.parameter_reads import ParameterReads, float_tensors
 from omnitrain.models.discovery.placeholders import token_ids
@@ -96,12 +96,10 @@ class InterfaceSearch:
         )
         interface = self._with_independence(self._with_trigger(interface, features, output), output)
         one, two = self._calls(interface, interface.probe_items(1)[0]), self._calls(interface, interface.probe_batch(2))
-        return replace(interface, called_by_number=tuple(sorted(name for name in one & two if one[name] != two[name])))
-
-    # Arguments of the feature method ----------------------------------------------------------------------------------
+        uneven = tuple(sorted(name for name in one & two if one[name] != two[name]))
+        return replace(interface, called_by_number=uneven, are_words=self._are_words(interface))
 
     def _caller(self) -> str:
-        """The module whose forward calls the method; the others only pass the call on."""
         for host in self.hosts:
             functions = vars(type(self.model.get_submodule(host))).items()
             plain = [inspect.unwrap(f) for name, f in functions if callable(f) and not name.endswith("_features")]
@@ -117,7 +115,6 @@ class InterfaceSearch:
         return dict(list(self._signature.parameters.items())[1:])
 
     def _captured(self, features: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The arguments with which the forward calls the method."""
         caught: dict[str, Any] = {}
 
         def catch(*args: Any, **kwargs: Any) -> Any:
@@ -145,8 +142,6 @@ class InterfaceSearch:
             elif self._parameters()[parameter].default is inspect.Parameter.empty:
                 raise WrongGuessError(f"{self.method} reads {parameter!r}, which is not an argument of the medium")
         return bindings, constants
-
-    # Layout that the forward accepts ----------------------------------------------------------------------------------
 
     def _layout(self, features: Mapping[str, Tensor], output: Any) -> tuple[RowLayout, int]:
         """The layout that the forward accepts instead of the method's own output, and the placeholder token."""
@@ -209,8 +204,6 @@ class InterfaceSearch:
     def _vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.size(0)
 
-    # Facts about an interface that works ------------------------------------------------------------------------------
-
     def _with_trigger(
         self, interface: ModalityInterface, features: Mapping[str, Tensor], output: Any
     ) -> ModalityInterface:
@@ -248,6 +241,15 @@ class InterfaceSearch:
         ]
         with watching(modules, before=lambda name, *_: counts.update([name])):
             return counts if self._encoded(interface, [features]) else Counter()
+
+    def _are_words(self, interface: ModalityInterface) -> bool:
+        """Whether the features are rows of the token embeddings."""
+        embedding = self.model.get_input_embeddings()
+        with suppress(WrongGuessError), _guess(""), ParameterReads(self.model):
+            minimal = typed(self.model, interface.minimal_input())
+            ids = interface.words(self.model, lambda: interface.encode(self.model, minimal)).side[WORDS]
+            return torch.equal(embedding(ids), interface.encode(self.model, minimal).main)
+        return False
 
     def _encoded(self, interface: ModalityInterface, inputs: Sequence[dict[str, Tensor]]) -> list[MediaFeatures]:
         """The features of each input; empty if the tower refuses one (a size it accepts only with a larger one)."""

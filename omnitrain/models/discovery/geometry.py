@@ -92,7 +92,6 @@ def audio_sizes(config: PreTrainedConfig) -> list[AudioSizes]:
 
 
 def _named_nodes(config: PreTrainedConfig) -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Yield the config and all configs in it, with their dotted names."""
     yield "", config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):

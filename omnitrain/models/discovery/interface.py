@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -15,6 +16,9 @@ from omnitrain.errors import UserError
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout, flatten
 from omnitrain.models.discovery.probe_inputs import ProbeInput
 from omnitrain.ops.device import to_device
+from omnitrain.ops.patch_forward import wrapped_forward
+
+WORDS = "words"  # name of the ids among the side tensors of features
 
 
 @dataclass(frozen=True)
@@ -27,20 +31,18 @@ class ModalityInterface:
     host: str  # name of the module whose feature method is called (empty: the model itself)
     overridden: tuple[str, ...]  # names of all modules with that method
     arguments: tuple[str, ...]  # names of the arguments of the model's forward that hold the media
-    # parameter of the feature method -> argument of the forward, and whether the forward inverts it first
-    bindings: dict[str, tuple[str, bool]]
+    bindings: dict[str, tuple[str, bool]]  # the method's parameter -> argument of the forward, and if it is inverted
     constants: dict[str, Any]  # parameters of the feature method that the forward sets by itself
     trigger: dict[str, Tensor]  # arguments that make the forward call the feature method
     layout: RowLayout  # layout of the feature method's output
     probe: ProbeInput  # makes tiny inputs
     parameters: tuple[str, ...]  # names of the model's parameters that the feature method reads
-    # an item's features do not depend on other items in the call (of the same size, unless ``probe.variable``)
-    items_are_independent: bool
+    items_are_independent: bool  # of other items in the call (of the same size, unless ``probe.variable``)
     items_stack: bool  # the input of two items of one size is the concatenation of both along dim 0, as packs join them
     minimal_rows: int  # number of features of :meth:`minimal_input`; 0: the tower refuses this input alone
-    # names of modules that one call of the feature method runs more often for more items, such as a projector in a loop
-    # over images
-    called_by_number: tuple[str, ...]
+    called_by_number: tuple[str, ...]  # modules that a call runs more often for more items, as in a loop over images
+    # the features are looked up in the model's own token embeddings: its codes are words of the vocabulary
+    are_words: bool = False
 
     @property
     def method(self) -> str:
@@ -63,6 +65,21 @@ class ModalityInterface:
             raise UserError(f"{self.modality} features of {type(model).__name__} need {missing[0]!r}")
         output = getattr(model.get_submodule(self.host), self.method)(**arguments, return_dict=True)
         return flatten(output, self.layout)
+
+    def words(self, model: PreTrainedModel, encode: Callable[[], MediaFeatures]) -> MediaFeatures:
+        """Return features ``[rows, 1]`` of zeros, and beside them the token ids ``[rows]`` int64 of the codes.
+
+        ``encode`` does not look the ids up; the foundation does, as for a text.
+        """
+        found: list[Tensor] = []
+
+        def note(ids: Tensor) -> Tensor:
+            found.append(ids.flatten())
+            return ids.new_zeros(*ids.shape, 1, dtype=torch.float32)
+
+        with wrapped_forward(model.get_input_embeddings(), note):
+            features = encode()
+        return replace(features, side={**features.side, WORDS: torch.cat(found).long()})
 
     def minimal_input(self) -> dict[str, Tensor]:
         """Return the smallest input of one item, for a rank that must run the tower without data."""

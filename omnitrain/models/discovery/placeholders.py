@@ -57,10 +57,8 @@ class TokenExtras:
 
     names: tuple[str, ...]  # names of these arguments; often none
     tokens: dict[str, int]  # modality -> id of its placeholder
-    # ids at the start and end of a video, for models with one placeholder for videos and images
-    video_marks: tuple[int, int] | None = None
-    # the arguments tell prompt (0) from answer (1), not modalities; attention is full in the prompt
-    marks_answer: bool = False
+    video_marks: tuple[int, int] | None = None  # ids around a video, for one placeholder for videos and images
+    marks_answer: bool = False  # they tell prompt (0) from answer (1), not modalities; the prompt has full attention
 
     def __call__(self, ids: _Ids, answer: _Ids | None = None) -> dict[str, _Ids]:
         """Return argument -> ``[T]`` int64 for ids ``[T]``; ``answer``: ``[T]`` bool, the supervised tokens."""

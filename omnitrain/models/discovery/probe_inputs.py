@@ -165,8 +165,6 @@ def _can_vary(layout: str, names: tuple[str, ...]) -> bool:
     return layout in ("flat patches", "square patches", "cubes", "padded patches", "strip") and bool(names)
 
 
-# Tables --------------------------------------------------------------------------------------------------------------
-
 _SAMPLES_PER_FRAME = 160
 _SHORT_CLIP = 96
 """Frames of a spectrogram of about a second."""

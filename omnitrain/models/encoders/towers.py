@@ -19,7 +19,8 @@ WAVEFORM = "input_values"  # the argument of towers that read samples of sound
 def tower_from_source(source: Source, modality: str, dtype: torch.dtype) -> PreTrainedModel:
     """Load the tower of a model (see :func:`resolve`), and no other weights; raise UserError if it has none."""
     with weights_left_in_files():
-        tower = _tower_of(resolve(source, dtype=dtype, part_of=_without_draws), modality)
+        model = resolve(source, dtype=dtype, part_of=_without_draws)
+        tower = _tower_of(_rebuilt(model) if source is model else model, modality)
     read_weights(tower)
     return tower
 
@@ -42,6 +43,17 @@ def _without_draws(config: PreTrainedConfig) -> PreTrainedConfig:
             if isinstance(value, float) and ("drop" in key or (key.startswith("mask_") and key.endswith("_prob"))):
                 setattr(config, key, 0.0)
     return config
+
+
+def _rebuilt(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the weights of one that was given ready, and without what it draws."""
+    config = _without_draws(model.config)
+    if config is model.config:
+        return model
+    made = type(model)(config).to(model.dtype)
+    weights = model.state_dict()
+    made.load_state_dict({name: weights[name] for name in made.state_dict()})  # not an embedding of SpecAugment
+    return made
 
 
 def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:

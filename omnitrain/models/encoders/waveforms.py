@@ -18,7 +18,7 @@ from omnitrain.models.encoders.towers import WAVEFORM, merge_frames
 def clip_features(tower: PreTrainedModel, values: np.ndarray, num_frames: int, merge: int) -> tuple[Features, int]:
     """Return what :func:`merged_frames` needs of one clip ``values [n]``, and its number of tokens.
 
-    A tower that normalizes over the time of a clip (group norm) gets no padding: packs join clips of one length.
+    A tower in which padding would change features gets none: its packs join clips of one length.
 
     Raises:
         ValueError: the clip is too short.
@@ -27,9 +27,21 @@ def clip_features(tower: PreTrainedModel, values: np.ndarray, num_frames: int, m
         raise ValueError(f"a clip of {len(values)} samples is too short for {type(tower).__name__}")
     num_tokens = -(-num_frames // merge)
     features: Features = {"num_frames": np.array([num_frames]), "num_rows": np.array([num_tokens])}
-    if any(isinstance(module, nn.GroupNorm) for module in tower.modules()):
+    if not _takes_padding(tower):
         return {WAVEFORM: values[None], **features}, num_tokens
     return {WAVEFORM: values, "num_samples": np.array([len(values)]), **features}, num_tokens
+
+
+def _takes_padding(tower: PreTrainedModel) -> bool:
+    """Whether the frames of a clip do not depend on the padding behind it.
+
+    Group norm takes the mean over it. Transformers sets frames of padding to zero before the first convolution over
+    frames, the one of positions; further ones see what that one made of them.
+    """
+    modules = dict(tower.named_modules())
+    over_frames = [name for name, module in modules.items() if isinstance(module, nn.Conv1d)]
+    later = [name for name in over_frames if not name.startswith("feature_extractor.")]
+    return len(later) <= 1 and not any(isinstance(module, nn.GroupNorm) for module in modules.values())
 
 
 def merged_frames(tower: PreTrainedModel, features: TensorFeatures, factor: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def outermost_unreached(reached: Iterable[str], unreached: Iterable[str]) -> tup
 
 @lru_cache(maxsize=8)
 def beyond_text(names: tuple[str, ...], unreached: tuple[str, ...]) -> frozenset[str]:
-    """Return those of all ``names`` of a foundation that are in ``unreached``, and all others in their layers."""
+    """Return the ``names`` that are in ``unreached``, and all other names in the layers of these."""
     not_reached = {name for name in names if any(prefix in unreached for prefix in _prefixes(any_layer(name)))}
     layers = {layer for name in not_reached if (layer := _layer_of(name))}
     return frozenset(name for name in names if name in not_reached or _layer_of(name) in layers)

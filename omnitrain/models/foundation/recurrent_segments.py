@@ -111,7 +111,6 @@ def _gathered_whole(value: Any, sequence_slice: SequenceSlice) -> Any:
 
 
 def _kept_tokens(value: Tensor, sequence_slice: SequenceSlice) -> Tensor:
-    """This rank's tokens of a tensor along the whole sequence."""
     dim = token_dim(value.shape, sequence_slice.num_tokens)
     return value if dim is None else value.index_select(dim, sequence_slice.positions)
 
@@ -216,7 +215,6 @@ def _by_heads(
 
 
 def _samples_of(whole: Tensor) -> list[Tensor]:
-    """Split ``[T, ...]`` into samples."""
     return [whole[start:stop] for start, stop in pairwise(_running_sequence().offsets)]
 
 

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.outputs import Apart, FoundationOutput, media_calls
-from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override
+from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override, rest_codecs
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
@@ -29,7 +30,7 @@ from omnitrain.models.foundation.skipped_modules import call_skipped_modules
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention.install import use_omnitrain_attention
-from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside
+from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, seeing_blocks
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
@@ -51,6 +52,8 @@ class EncodedMedia:
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
     teachers: dict[str, Tensor] = field(default_factory=dict)
+    # ids ``[n]`` in the place of placeholders, of media that are words of the vocabulary: positions as of `inserted`
+    words: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class FoundationRunner:
@@ -60,12 +63,14 @@ class FoundationRunner:
         """Replace the attention of ``model`` and the forwards that the contract names; ``native``: None: discovered."""
         self.model, self.contract = model, contract
         self.native: Discovery = native or discover(model)  # before we replace the model's attention
+        rest_codecs(model, self.native)
         parameters = inspect.signature(type(model).forward).parameters
         self._takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         self._parameters = frozenset(parameters)
         self.loss_backend = "auto"  # of linear_cross_entropy
         self.loss_function: TokenFunction | None = None  # of the text; None: cross entropy
         self.token_metrics: Mapping[str, TokenFunction] = {}  # of the predicted text tokens
+        self._writes_words = any(interface.are_words for interface in self.native.interfaces.values())
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()  # classes of models that do not use the registered attention
         if self.contract.attention == "omnitrain":
@@ -75,6 +80,20 @@ class FoundationRunner:
         self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
+
+    @property
+    def why_causal(self) -> str:
+        """Why no token can see a later one, whatever the masks are; empty: it can."""
+        if self.contract.attention != "omnitrain":
+            return "it has attention code of its own"
+        is_recurrent = self.contract.segmented or not self.has_keys_alone
+        return "it has recurrent layers" if is_recurrent else ""
+
+    @property
+    def has_keys_alone(self) -> bool:
+        """Whether its layers keep keys and values, and no other state."""
+        layers = DynamicCache(config=self.model.config).layers
+        return {*map(type, layers)} <= {DynamicLayer, DynamicSlidingWindowLayer}
 
     def skip_unread_rows(self) -> Counter[str]:
         """Let tokenwise modules compute only tokens that a loss reads; return class name -> number of these modules."""
@@ -150,14 +169,11 @@ class FoundationRunner:
         sequence_slice: SequenceSlice | None = None,
         stage: StageCall | None = None,
     ) -> FoundationOutput:
-        """Compute the language-model loss of a pack and the last hidden states.
+        """Compute the language-model loss of a pack and the last hidden states; not of tokens that no loss reads.
 
-        After :meth:`skip_unread_rows`, hidden states of tokens that no loss of this pack reads are not valid.
-
-        ``sequence_slice``: the tokens to run, with ``media`` for them; losses and hidden states cover only these; None:
-        all tokens. ``stage``: the last stage of a pipeline; None: the whole model. Raises UserError: the pack has
-        several samples and the model cannot keep them apart, or ranks share the sequence of a sample that the
-        foundation's own forward reads, or such a sample is given to a stage.
+        ``sequence_slice``: the tokens to run, with ``media`` for them; None: all. ``stage``: the last one of a
+        pipeline. Raises UserError: the model cannot keep several samples apart, or the foundation's own forward reads a
+        sample that ranks share or a stage gets.
         """
         with self._local(pack, sequence_slice, stage) as (local, packed):
             media = media or EncodedMedia()
@@ -188,7 +204,8 @@ class FoundationRunner:
             self.in_forward.require_whole_model(pack)
         local = pack if sequence_slice is None else cut_pack(pack, sequence_slice)
         read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
-        with reading(None if pack.forward_inputs else ReadRows(read, local.num_tokens)):
+        read_rows = None if pack.forward_inputs else ReadRows(read, local.num_tokens)
+        with reading(read_rows), seeing_blocks(pack.block_ids):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
     def _loss(
@@ -197,6 +214,7 @@ class FoundationRunner:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
         terms: list[LossTerm] = []
+        untouched: list[Tensor] = []  # logits, before the forward writes over them
         text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
         how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
 
@@ -205,6 +223,7 @@ class FoundationRunner:
             states.append(hidden)
             if self.contract.head != "inside":
                 logits: Tensor = lm_head.forward(hidden[:, text_rows])
+                untouched.extend([logits[0].clone()] * self._writes_words)
                 return logits
             weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
@@ -216,6 +235,8 @@ class FoundationRunner:
             (term,), (hidden,) = terms, states
             return term, hidden
         logits = output.logits[0] if states else output.logits[0][text_rows]  # all logits: the head was not called
+        if untouched:
+            logits = _unmasked(logits, untouched[0], labels)
         return cross_entropy_rows(logits, labels, count=labels.numel(), **how), states[0] if states else None
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
@@ -265,13 +286,13 @@ class FoundationRunner:
     ) -> Any:
         """Run one forward of the HF model with ``head(hidden, lm_head)`` instead of its language-model head.
 
-        ``head`` runs inside the model's forward, where FSDP has gathered the head's weight; it gets the hidden states
-        ``[B, T, hidden]``. ``input_ids``: ``[B, T]``; arbitrary at positions of inserted features. ``arguments`` that
-        the model's forward does not accept are ignored. ``packed``: the packed sequence that ``input_ids`` has, or has
-        a slice of; None: each row of the batch is one sample. ``stage``: the stage of a pipeline to run; None: the
-        whole model. Returns the model's own output; of a stage that is not the last, the hidden states for the next
-        stage.
+        ``head`` runs inside the forward, where FSDP has gathered its weight, on ``[B, T, hidden]``. ``input_ids``:
+        ``[B, T]``; arbitrary at inserted features. ``arguments`` that the forward does not accept are ignored.
+        ``packed``: the sequence that ``input_ids`` has, or has a slice of; None: each row is one sample. ``stage``:
+        None: the whole model. Returns the model's output; of a stage that is not the last, the hidden states for the
+        next one.
         """
+        input_ids = with_words(input_ids, media.words)
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
         native, inserted = media.native, media.inserted
@@ -302,10 +323,25 @@ class FoundationRunner:
         return {name: value for name, value in values.items() if self._takes_any or name in self._parameters}
 
 
+def with_words(input_ids: Tensor, words: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return ids ``[B, T]`` with words (:attr:`EncodedMedia.words`) in the place of placeholders."""
+    for positions, ids in words:
+        flat = input_ids.flatten().index_copy(0, to_device(positions, input_ids.device), ids)
+        input_ids = flat.view_as(input_ids)
+    return input_ids
+
+
 def _of_pack(pack: Pack) -> dict[str, Any]:
     if pack.forward_inputs:
         return {"use_cache": False, **pack.forward_inputs, **pack.token_inputs}
     return {"position_ids": pack.position_ids, "use_cache": False, **pack.token_inputs}
+
+
+def _unmasked(logits: Tensor, untouched: Tensor, labels: Tensor) -> Tensor:
+    """Logits ``[n, classes]``. Where the label is a token that the forward forbids (a code of media), it is allowed."""
+    forbidden = logits == torch.finfo(logits.dtype).min
+    rows = forbidden.gather(1, labels[:, None])
+    return torch.where(forbidden & rows, untouched, logits)
 
 
 def _stop(*_: Any) -> Any:

@@ -32,17 +32,12 @@ class SharedTower:
 
     def __init__(self, model: nn.Module, parameters: Iterable[nn.Parameter], slice_of: MakeSlice) -> None:
         """``slice_of``: rows of a call, and their device -> this rank's slice; None: all ranks run all rows."""
-        self._stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
-
-    @property
-    def num_stacks(self) -> int:
-        """Number of stacks of blocks in the component."""
-        return len(self._stacks)
+        self.stacks = [_Stack(blocks, siblings, slice_of) for blocks, siblings in _stacks_of(model, set(parameters))]
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
         """Share the component's calls; all ranks that share them must make the same calls."""
-        token = _shared.set(dict.fromkeys(self._stacks))
+        token = _shared.set(dict.fromkeys(self.stacks))
         try:
             yield
         finally:
@@ -72,8 +67,7 @@ class _SharedCall:
     """A call of a stack that ranks share."""
 
     slice: SequenceSlice  # this rank's slice
-    # id of an offsets tensor of the whole call -> that tensor, and the slice's
-    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    offsets: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # id of the call's -> it, and the slice's
     between: Tensor | None = None  # output of the latest block
 
 

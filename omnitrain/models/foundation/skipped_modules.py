@@ -55,8 +55,7 @@ class _Forward:
 
     input: Tensor | None  # a floating-point input of the parent
     next: int = 0  # index of the next child in order
-    # results of calls, on empty tensors or not, that are not yet connected to the graph
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # of calls, that are not yet connected to the graph
     is_calling: bool = False  # whether a child is being called on empty tensors
     has_ended: bool = False  # whether all calls are made and connected to the input of the language-model head
 
@@ -129,7 +128,6 @@ class SkippedCalls:
         return tree_map(lambda value: tied if value is first else value, tree)
 
     def _catch_up(self, running: _Forward, index: int) -> None:
-        """Call the skipped modules before ``index``."""
         for child, skipped in self._children[running.next : index]:
             running.is_calling = True
             if running.input is None:

@@ -19,7 +19,6 @@ class GivesZeros(Protocol):
 
     def parameters_by_key(self) -> Mapping[Any, Iterable[nn.Parameter]]:
         """Return key -> parameters that samples read together, in the same order on all ranks of a section."""
-        ...
 
 
 class ZerosInStep:

@@ -40,13 +40,11 @@ def compute_in(
 ) -> None:
     """Let a model compute in a dtype as transformers' model of this dtype does. FSDP, or the caller, casts parameters.
 
-    Buffers that transformers builds in the dtype of the weights have it while their module runs; others, such as the
-    frequencies of rotary positions, stay as they are. A batch norm computes in the dtype of its statistics, which in
-    bf16 would lose most of their updates. ``dtype`` of each model is its compute dtype.
-
-    ``dtypes``: parameter -> the dtype in which the model, not sharded yet, computes with it; None: its own. ``around``:
-    for modules whose parameters have several dtypes, and modules in them without parameters. ``stays_fp32``: name ->
-    whether transformers keeps the tensor in fp32.
+    Buffers that transformers builds in the dtype of the weights have it while their module runs. A batch norm computes
+    in the dtype of its statistics, which in bf16 would lose most of their updates. ``dtype`` of each model is its
+    compute dtype. ``dtypes``: parameter -> its compute dtype; None: its own; ``model`` is not sharded yet. ``around``:
+    for modules with several dtypes, and those in them without parameters. ``stays_fp32``: name -> kept in fp32 by
+    transformers.
     """
     if {*dtypes.values(), around} <= {None, torch.float32}:
         return

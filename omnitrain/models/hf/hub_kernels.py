@@ -15,12 +15,7 @@ from types import CellType, FunctionType
 from torch import nn
 
 _CLOSURE_NAMES = {
-    "func_name",
-    "package",
-    "torch_function",
-    "implementation",
-    "is_new_implementation",
-    "applicable_params",
+    *("func_name", "package", "torch_function", "implementation", "is_new_implementation", "applicable_params"),
 }
 
 

@@ -164,10 +164,9 @@ def resolve(
 ) -> PreTrainedModel:
     """Load or build the model that ``source`` names: Hub id or folder, config or its dict (random weights), or a model.
 
-    ``class_of``: returns the class that builds a config; None: :func:`model_class`. ``dtype``: of the weights; None:
-    fp32 for random weights, the checkpoint's dtype for loaded weights. ``part_of``: returns the sub-config to build;
-    None: all. Raises UserError: no model at the path, an unknown architecture, or a config that its class does not
-    take; WeightsError: tensors are missing, renamed or have another shape.
+    ``class_of``: config -> class; None: :func:`model_class`. ``dtype``: of the weights; None: fp32 for random ones,
+    else the checkpoint's. ``part_of``: config -> sub-config to build. Raises UserError: no model at the path, an
+    unknown architecture, or a config that its class does not take; WeightsError: tensors do not fit.
     """
     class_of, part_of = class_of or model_class, part_of or (lambda config: config)
     if isinstance(source, str):
@@ -183,7 +182,10 @@ def resolve(
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Return AutoModel's class for ``config``, else its only class (VQ tokenizers); UserError: there is not one."""
-    classes = _mapped(config, "AutoModel") or _owners(config)
+    classes = _mapped(config, "AutoModel")
+    if not classes:  # classes in the config's modeling file that are annotated with this config class
+        annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
+        classes = [cls for cls in annotated if cls.config_class is type(config)]
     if len(classes) != 1:
         raise UserError(f"transformers cannot build a model of model_type {config.model_type!r} from its config")
     return classes[0]
@@ -268,15 +270,8 @@ def _models(values: Iterable[Any]) -> list[type[PreTrainedModel]]:
 
 
 def _mapped(config: PreTrainedConfig, auto_class: str) -> list[type[PreTrainedModel]]:
-    """The class that transformers' auto class names for the config, if any."""
     mapped: Any = auto_mapping(auto_class).get(type(config), ())
     return list(mapped[:1]) if isinstance(mapped, tuple) else [mapped]
-
-
-def _owners(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
-    """Classes in the config's modeling file that are annotated with this config class."""
-    annotated = (cls for cls in _modeling_classes(config) if "config" in inspect.get_annotations(cls))
-    return [cls for cls in annotated if cls.config_class is type(config)]
 
 
 def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
@@ -302,8 +297,10 @@ def require_folder(path: str, what: str) -> None:
     """Raise UserError if ``path`` looks local but does not exist; other names may be Hub ids (``org/name``)."""
     is_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if is_local and not Path(path).expanduser().is_dir():
-        folder = Path(path).absolute()
-        raise UserError(f"no {what} at {path!r}: the folder {folder} does not exist{_nearest_folder(path)}")
+        folder, parent = Path(path).absolute(), Path(path).parent
+        close = nearest(folder.name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
+        advice = f"; did you mean {str(parent / close)!r}?" if close else ""
+        raise UserError(f"no {what} at {path!r}: the folder {folder} does not exist{advice}")
 
 
 def folder_with(path: str | Path, pattern: str, **hub: Any) -> Path:
@@ -322,13 +319,10 @@ def load_strictly(
 ) -> PreTrainedModel:
     """Call ``cls.from_pretrained(path)`` and check that the files have exactly the model's tensors.
 
-    Quantized weights (fp8, mxfp4) are dequantized for training, on any device. ``dtype``: of the weights; None: the
-    checkpoint's. ``allow_extra``: accept tensors in the files that the model does not have (a tower from a whole
-    model); the model's attribute ``unused_tensors`` counts them, and ``source_path`` says where they are.
-
-    Raises UserError: the folder or its weights are missing, or transformers cannot dequantize the weights;
-    WeightsError: names every tensor that is missing, unexpected or of another shape, and probable renames; or those
-    that the config ties to others, and the files do not.
+    Quantized weights (fp8, mxfp4) are dequantized for training. ``dtype``: of the weights; None: the checkpoint's.
+    ``allow_extra``: accept tensors that the model does not have; ``unused_tensors`` counts them, and ``source_path``
+    says where they are. Raises UserError: no such folder or weights, or transformers cannot dequantize them;
+    WeightsError: names every tensor that is missing, unexpected, of another shape or not tied, and probable renames.
     """
     require_folder(path, cls.__name__)
     quantized = dequantizing(path) if "config" in kwargs else None
@@ -399,9 +393,3 @@ def _raise_on_difference(cls: type[PreTrainedModel], path: str, info: dict[str, 
             f"the weights at {path!r} do not fit {cls.__name__}; load them with the config they were saved with, or "
             "repair the file:\n" + "\n".join(lines)
         )
-
-
-def _nearest_folder(path: str) -> str:
-    parent = Path(path).parent
-    close = nearest(Path(path).name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else None
-    return f"; did you mean {str(parent / close)!r}?" if close else ""

@@ -33,8 +33,7 @@ class SourceCheckpoint:
 
     folder: Path  # its folder
     file_of: Mapping[str, str]  # name of a tensor -> its file
-    # name of a tensor -> its tensors in the files: itself, or its parts if quantized
-    parts: Mapping[str, Mapping[str, Tensor]]
+    parts: Mapping[str, Mapping[str, Tensor]]  # name of a tensor -> itself in the files, or its parts if quantized
     dequantizer: Dequantizer | None  # dequantizes tensors; None: none is quantized
 
     @classmethod

@@ -33,6 +33,7 @@ from omnitrain.models.hf.stored_values import (
     StoredValue,
     View,
     cast,
+    leaves_of,
     read,
     whole_of,
 )
@@ -79,7 +80,7 @@ class StoredTensor(Tensor):
     @property
     def is_in_files(self) -> bool:
         """Whether no part of it is in memory, so that it can be read on another rank."""
-        return is_in_files(self.value)
+        return not any(isinstance(leaf, InMemory) for leaf in leaves_of(self.value))
 
     def read(self) -> Tensor:
         """Return all of it in memory, on its device."""
@@ -107,11 +108,6 @@ class StoredTensor(Tensor):
             with contextlib.suppress(NotImplementedError, RuntimeError):
                 return _computed(func, args, kwargs)
         return _compute(func, args, kwargs)
-
-
-def is_in_files(value: StoredValue) -> bool:
-    """Whether no leaf of a value is in memory."""
-    return not isinstance(value, InMemory) and all(is_in_files(part) for part in value.parts)
 
 
 def stored_tensors(files: Sequence[str]) -> dict[str, StoredTensor]:
@@ -375,13 +371,7 @@ _RECORDED: dict[Any, Callable[..., Any]] = {
 }
 # Their results depend on shapes alone.
 _WITHOUT_VALUES = {
-    aten.new_empty.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
     aten.new_empty_strided.default,
-    aten.empty_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
 }

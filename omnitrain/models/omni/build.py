@@ -21,8 +21,10 @@ from omnitrain.models.adapters.files import load_adapters
 from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.flow import FlowDecoder
+from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
+from omnitrain.models.decoders.vae import vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
@@ -47,6 +49,7 @@ from omnitrain.recipe import Decoder, Encoder, HFSource
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
     FlowDecoderConfig,
+    InContextDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -61,7 +64,7 @@ Node = TypeVar("Node", bound=BaseModel)
 Components = dict[str, dict[str, PreTrainedModel]]
 """Kind (`encoders`, `decoders`, `teachers`) -> component name -> the component."""
 
-_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
+_CONFIGS = (AudioEncoderConfig, FlowDecoderConfig, InContextDecoderConfig, TokenDecoderConfig, VisionEncoderConfig)
 
 
 def build_foundation_model(
@@ -69,16 +72,11 @@ def build_foundation_model(
 ) -> PreTrainedModel:
     """Build the causal language model that ``source`` names.
 
-    Args:
-        source: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
-            model, which is returned unchanged. For a model with several stages (Qwen-Omni), only the part that reads
-            media is built.
-        init_device: device on which the weights are created; ``meta`` creates shapes only.
-        torch_dtype: dtype of the weights; None: fp32 for random weights, the checkpoint's dtype for loaded weights.
-
-    Raises:
-        UserError: ``source`` names no model, the model has no language-model head, or it is parallelized already.
-        WeightsError: tensors are missing or renamed.
+    ``source``: Hub id or folder (pretrained weights), HF config or dict with ``model_type`` (random weights), or a
+    model, which is returned unchanged. Of a model with several stages (Qwen-Omni), only the part that reads media is
+    built. ``init_device``: where the weights are created; ``meta`` creates shapes only. ``torch_dtype``: of the
+    weights; None: fp32 for random weights, else the checkpoint's. Raises UserError: ``source`` names no model, it has
+    no language-model head, or it is parallelized already; WeightsError: tensors are missing or renamed.
     """
     require_device(init_device)
     source = str(source) if isinstance(source, Path) else source
@@ -137,11 +135,9 @@ def build_omni_model(
         torch_dtype: dtype of the weights (media tokenizers stay fp32); None: the foundation's dtype, which is fp32 for
             random weights and the checkpoint's dtype for loaded weights.
 
-    Raises:
-        UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an encoder
-            or decoder does not fit the foundation, such as a saved one after the foundation was replaced, or has a
-            modality of a saved one of another name.
-        WeightsError: tensors are missing, unexpected or have another shape.
+    Raises UserError: neither a saved model nor a foundation is given; a model is unknown; settings do not fit; an
+    encoder or decoder does not fit the foundation, or has a modality of a saved one of another name; WeightsError:
+    tensors do not fit.
     """
     given = _given(encoders=encoders, decoders=decoders, teachers=teachers)
     saved = _from_checkpoint(config_path, weights_path, init_device, torch_dtype)
@@ -164,7 +160,6 @@ def build_omni_model(
 
 
 def _given(**kinds: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Return the given components of each kind; refuse a value that is no dict."""
     for kind, given in kinds.items():
         if not isinstance(given, dict | None):
             raise UserError(f"{kind}: found a {type(given).__name__}; expected a dict, component name -> its settings")
@@ -360,7 +355,6 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 
 
 def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the image processor that change for `min_pixels` and `max_pixels`."""
     if spec.min_pixels is None and spec.max_pixels is None:
         return {}
     limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
@@ -382,7 +376,6 @@ def _is_audio(name: str, spec: Encoder) -> bool:
 
 
 def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Load the processor that is named or saved with the tower; else update the derived settings by the given ones."""
     given = {} if spec.processor is None else spec.processor
     folder = given if isinstance(given, str) else None if given else spec.tower.path
     if folder is not None:
@@ -431,19 +424,27 @@ def _codec_decoder(
     if names is not None:
         tokenizer = base.get_submodule(names["tokenizer"])
     else:
-        tokenizer = resolve(
-            ready if ready is not None else _described(spec.tokenizer, init_device), dtype=torch.float32
-        )
+        tokenizer = ready or _tokenizer(cast(HFSource, spec.tokenizer), init_device)
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),
         "image_size": spec.image_size,
     }
     if hasattr(tokenizer, "num_channels"):
-        return FlowDecoder(FlowDecoderConfig(**shared, **spec.flow.model_dump()), tokenizer)
+        flow = spec.flow.model_dump(exclude={"kind"})
+        if spec.flow.kind == "head":
+            return FlowDecoder(FlowDecoderConfig(**shared, **flow), tokenizer)
+        flow = {key: flow[key] for key in ("patch_size", "num_steps")}
+        return InContextDecoder(InContextDecoderConfig(**shared, **flow), tokenizer)
     of_codes = {key: getattr(spec, key) for key in ("image_sizes", "num_codebooks", "max_tokens")}
     config = TokenDecoderConfig(**shared, **of_codes, of_foundation=names)
     return TokenDecoder(config, tokenizer) if names is None else decoder_of(base, config)
+
+
+def _tokenizer(source: HFSource, init_device: str) -> PreTrainedModel:
+    """Load or build a media tokenizer, of transformers or of diffusers."""
+    vae = None if source.path is None else vae_at(source.path, with_weights=init_device != "meta")
+    return vae or resolve(_described(source, init_device), dtype=torch.float32)
 
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:

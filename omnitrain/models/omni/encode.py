@@ -24,6 +24,7 @@ from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery import special_ids
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
+from omnitrain.models.discovery.interface import WORDS
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention.packed_context import SequenceSlice
@@ -88,7 +89,43 @@ def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[
         if component not in towers and (components is None or component in components):
             where |= _add(model, encoded, component)
     native = model.runner.joined(encoded.media.native, where)
-    return replace(encoded, media=replace(encoded.media, native=native))
+    return replace(_spelled(encoded), media=replace(encoded.media, native=native))
+
+
+def _spelled(encoded: EncodedPack) -> EncodedPack:
+    """Put words of written media in the place of their placeholders among the labels of the text."""
+    names = [name for name in encoded.labels if name.startswith(NATIVE_PREFIX)]
+    if not names:
+        return encoded
+    pack, labels = encoded.pack, encoded.pack.text_labels.clone()
+    for name in names:
+        words, batch = encoded.labels.pop(name), pack.inputs[name]
+        rows = written_rows(pack, batch)
+        if len(rows) and len(words) != len(batch.positions):
+            raise UserError(
+                f"{name}: this rank has {len(words)} of {len(batch.positions)} words of media that the model learns to "
+                "write, because ranks share its sequences; set `ulysses` and `cp` to 1, or drop these rows"
+            )
+        ascending, order = batch.positions.sort()
+        found = order[torch.searchsorted(ascending, pack.text_rows[rows] + 1)]
+        labels[to_device(rows, labels.device)] = words[to_device(found, words.device)]
+    return replace(encoded, pack=replace(pack, text_labels=labels))
+
+
+def written_rows(pack: Pack, batch: MediaBatch) -> Tensor:
+    """Return ``[n]`` int64, on the host: indices of ``pack.text_rows`` whose next token is of an item of a batch."""
+    return torch.isin(pack.text_rows + 1, batch.positions).nonzero().flatten()
+
+
+def require_no_words(model: Any, pack: Pack) -> None:
+    """Raise a UserError if a pipeline stage would lack the words of media that the model learns to write."""
+    for modality, interface in model.runner.native.interfaces.items():
+        batch = pack.inputs.get(f"{NATIVE_PREFIX}{modality}")
+        if interface.are_words and batch is not None and len(written_rows(pack, batch)):
+            raise UserError(
+                f"the last stage of a pipeline lacks the words of the {modality} items that the model learns to write; "
+                "set `pp` to 1, or drop the rows that ask to write them"
+            )
 
 
 def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
@@ -104,6 +141,8 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
         if name in pack.targets:
             encoded.labels[name] = features.side[_LABELS]
             features = replace(features, side={})
+        if WORDS in features.side:
+            encoded.labels[name] = features.side[WORDS]
         if len(features.main) != len(index):
             features = features.at(index)
         if component in model.teachers:
@@ -112,6 +151,8 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
             encoded.media.teachers[name] = features.main[row]
         elif not len(positions):  # the model runs as it does over text
             encoded.idle.extend(features.tensors())
+        elif WORDS in features.side:
+            encoded.media.words.append((positions, features.side[WORDS]))
         elif name.startswith(NATIVE_PREFIX):
             encoded.media.native[name] = features
         else:
@@ -205,7 +246,7 @@ def call_component(
 def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    Those of a projector are the items of its tower, without pixels; those of a teacher the samples with text to
+    A projector has the items of its tower, without pixels; a teacher has the samples with text to
     predict. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
     a teacher has media.
     """
@@ -266,14 +307,24 @@ _LABELS = "labels"  # name of a decoder's labels among the side tensors of its f
 
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.encode_call(name, items)
+        return _with_words(model, name, lambda: model.runner.encode_call(name, items))
     return features_of(_attached(model, name, items.features, items.num_tokens))
+
+
+def _with_words(model: Any, name: str, encode: Callable[[], MediaFeatures]) -> MediaFeatures:
+    """The features of a native modality; only the ids if they are words of the vocabulary."""
+    interface = model.runner.native.interfaces.get(name.removeprefix(NATIVE_PREFIX))
+    if interface is None or not interface.are_words:
+        return encode()
+    features: MediaFeatures = interface.words(model.foundation, encode)
+    return features
 
 
 def _minimal(model: Any, name: str) -> MediaFeatures:
     features, num_tokens = model.minimal_input(name)
     if name.startswith(NATIVE_PREFIX):
-        return model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].encode(model.foundation, features)
+        interface = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
+        return _with_words(model, name, lambda: interface.encode(model.foundation, features))
     if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
         # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
         features = features | {"main": features["main"].detach().requires_grad_()}
@@ -302,5 +353,6 @@ def _with_layout_of(model: Any, name: str, features: MediaFeatures) -> MediaFeat
     """Give features the layout of a modality: a tower may return a list for images, and a tensor for videos."""
     if not name.startswith(NATIVE_PREFIX):
         return features
-    layout = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)].layout
-    return replace(features, side=dict(zip(layout.names[1:], features.side.values(), strict=True)), layout=layout)
+    interface = model.runner.native.interfaces[name.removeprefix(NATIVE_PREFIX)]
+    names = (*interface.side, *[WORDS] * interface.are_words)
+    return replace(features, side=dict(zip(names, features.side.values(), strict=True)), layout=interface.layout)

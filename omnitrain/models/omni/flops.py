@@ -53,7 +53,7 @@ class PackFlops:
         self.components[name] = self.components.get(name, Passes()) + passes
 
     def add_all(self, other: PackFlops) -> None:
-        """Add those of ``other``."""
+        """Add the FLOPs of ``other``."""
         for name, passes in other.components.items():
             self.add(name, passes)
 
@@ -180,7 +180,6 @@ class ModelFlops:
 
 
 def _per(few: Passes, many: Passes, units: int) -> Passes:
-    """The FLOPs of one more unit, from two counts of products."""
     pairs = ((few.forward, many.forward), (few.backward, many.backward), (few.again, many.again))
     return Passes(*(Flops((b.products - a.products) // units) for a, b in pairs))
 

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
@@ -28,61 +23,14 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
 from omnitrain.models.omni.encode import idle_prompt
+from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
-from omnitrain.ops.device import to_device
-from omnitrain.ops.noise import normals
+from omnitrain.ops.attention.packed_context import seeing_blocks
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
 
 _ENCODED_TOKENS = 2**14  # of prompts whose media are encoded together
-
-Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call
-Sampler = Callable[[Uniform, torch.Tensor], torch.Tensor]  # logits [batch, classes] -> tokens [batch]
-
-
-@dataclass
-class Answer:
-    """The answer to one prompt.
-
-    Attributes:
-        parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
-        tokens: all sampled tokens, each as ``(text or decoder name, token)``.
-        is_finished: whether the end token was sampled within ``max_new_tokens``.
-        unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
-            None: no item was cut short.
-    """
-
-    parts: list[Any] = field(default_factory=list)
-    tokens: list[tuple[str, Token]] = field(default_factory=list)
-    is_finished: bool = False
-    unfinished_item: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The text parts, joined."""
-        return "".join(part for part in self.parts if isinstance(part, str)).strip()
-
-
-@dataclass
-class _Sequence:
-    """An unfinished answer: the head that draws its next token, and its tokens so far."""
-
-    writers: dict[int, str]  # start token -> decoder
-    mode: str = "text"
-    answer: Answer = field(default_factory=Answer)
-    item: list[Token] = field(default_factory=list)
-
-    def take(self, token: Token, end_token: int, is_complete: Callable[[str, list[Token]], bool]) -> None:
-        self.answer.tokens.append((self.mode, token))
-        if self.mode != "text":
-            self.item.append(token)
-            if is_complete(self.mode, self.item):
-                self.mode, self.item = "text", []
-        elif token == end_token:
-            self.answer.is_finished = True
-        else:
-            self.mode = self.writers.get(token, "text")  # type: ignore[arg-type]  # text has ids
 
 
 @torch.no_grad()
@@ -107,7 +55,7 @@ def generate(
     have none, and encode for the others.
 
     Args:
-        model: in any mode, which is restored.
+        model: its modules in any modes, which are restored.
         processor: the model's processor; it has the end token and the start token of each modality.
         prompts: results of :meth:`OmniProcessor.prompt`.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
@@ -129,7 +77,7 @@ def generate(
         _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
     inference, answers = model.inference, dict[int, Answer]()
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
         encoded = _encoded_batches(model, prompts, is_guided(sampling))
@@ -138,13 +86,14 @@ def generate(
         rounds = inference.peers.most({"batches": len(encoded)})["batches"]
         with inference.gathered(model):
             for batch in encoded + [_Batch([], [], [[]], [])] * (rounds - len(encoded)):
-                uniform = _UniformStreams(seed, [numbers[place] for place in batch.places], model.device)
+                uniform = UniformStreams(seed, [numbers[place] for place in batch.places], model.device)
                 made = _decode(model, processor, batch, max_new_tokens, sampling, uniform, use_cache)
                 answers |= zip(batch.places, made, strict=True)
             tokens = [answer.tokens for answer in answers.values()]
             parts = inference.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
     finally:
-        model.train(was_training)
+        for module, was_training in modes.items():
+            module.training = was_training
     for answer, made_of in zip(answers.values(), parts, strict=True):
         answer.parts = made_of
     of_all = {place: answer for of_rank in inference.sharing.gather(answers) for place, answer in of_rank.items()}
@@ -181,7 +130,7 @@ class _Batch(NamedTuple):
     Attributes:
         places: their indices.
         samples: the rows, in the order of packs, in which towers encode many of them at once.
-        copies: the row of each prompt, and with guidance that of each without its condition.
+        copies: the row of each prompt, and with guidance a second row of each, without its condition.
         media: for each pack of rows, their lengths, and their media.
     """
 
@@ -198,7 +147,7 @@ def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) 
     batches: list[_Batch] = []
     wanted: list[range] = []  # the packs of each batch
     for rank in range(sharing.size):
-        for places in _places(prompts, range(rank, len(prompts), sharing.size)):
+        for places in _places(model, prompts, range(rank, len(prompts), sharing.size)):
             first, (samples, copies) = len(packs), _with_copies([prompts[place] for place in places], guided)
             packs += pack_all(samples, max([_ENCODED_TOKENS, *map(len, samples)]))
             if rank == sharing.rank:
@@ -210,11 +159,15 @@ def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) 
     return batches
 
 
-def _places(prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]]:
+def _places(model: OmniModel, prompts: Sequence[Sample], places: Iterable[int]) -> list[list[int]]:
     """Return which of these prompts run together, in the order of packs."""
+    # While a row waits it has columns that are no tokens, which a window would count.
+    layers = DynamicCache(config=model.foundation.config).layers if _blocks(model) else ()
+    apart = any(isinstance(layer, DynamicSlidingWindowLayer) for layer in layers)
     order = sorted(places, key=lambda place: (len(prompts[place]), prompts[place].index))
-    together = [place for place in order if not prompts[place].is_alone]
-    return [together] * bool(together) + [[place] for place in order if prompts[place].is_alone]
+    alone = [place for place in order if apart or prompts[place].is_alone]
+    together = [place for place in order if place not in alone]
+    return [together] * bool(together) + [[place] for place in alone]
 
 
 def _decode(
@@ -223,32 +176,68 @@ def _decode(
     batch: _Batch,
     max_new_tokens: int,
     sampling: dict[str, Sampling],
-    uniform: _UniformStreams,
+    uniform: UniformStreams,
     use_cache: bool,
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch, without parts."""
     writers = {processor.start_of(m, name): name for m, decoders in processor.writers.items() for name in decoders}
-    sequences = [_Sequence(writers) for _ in batch.places]
-    decoders = model.decoders
-    heads = _Heads(model, sampling, uniform, batch.copies)
-    step = _Foundation(model, batch, processor.end_token, use_cache)
-    for _ in range(max_new_tokens):
-        by_mode = _rows_by_mode(sequences)
-        tokens, embeds = model.inference.from_first(partial(heads.draw, by_mode, sequences, *step.last()))
-        next_tokens: list[Any] = [processor.end_token] * len(embeds)
-        for mode, rows in by_mode:
-            for row in rows:
-                for copy in batch.copies:
-                    next_tokens[copy[row]] = tokens[row] if mode == "text" else processor.end_token
-                sequences[row].take(
-                    tokens[row], processor.end_token, lambda name, item: decoders[name].is_complete(item)
-                )
-        if not model.inference.peers.any(any(not sequence.answer.is_finished for sequence in sequences)):
-            break
-        step.append(next_tokens, embeds)
+    sequences = [GeneratedSequence(writers, max_new_tokens) for _ in batch.places]
+    decoders, end_token = model.decoders, processor.end_token
+    heads, blocks = Heads(model, sampling, uniform, batch.copies), _blocks(model)
+    foundation = _Foundation(model, batch, end_token, use_cache)
+    turn: list[tuple[str, list[int]]] | None = None  # it goes on after another forward
+    columns: _Columns | None = None
+    while model.inference.peers.any(any(not sequence.is_done for sequence in sequences)):
+        if columns is not None:
+            foundation.append(columns)
+        states = foundation.last()
+        by_mode = turn or turn_of(sequences, blocks)
+        drawn = model.inference.from_first(partial(heads.draw, by_mode, sequences, *states))
+        turn = by_mode if drawn.tokens is None else None
+        columns = _columns(by_mode, drawn, batch.copies, blocks, end_token)
+        for row, tokens in (drawn.tokens or {}).items():
+            sequences[row].take(tokens, end_token, lambda name, item: decoders[name].is_complete(item))
     for sequence in sequences:
         sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequence.answer for sequence in sequences]
+
+
+def _blocks(model: OmniModel) -> set[str]:
+    """Return the decoders that draw an item as a whole."""
+    return {name for name, decoder in model.decoders.items() if decoder.adapter().is_block}
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Tokens that a batch gets: ids ``[batch]`` of the last one, of the other ones any, and all ``embeds``.
+
+    Attributes:
+        rows: those that get tokens, if others wait.
+        keeps: whether the batch has these tokens from then on; else they are for one forward.
+    """
+
+    ids: list[int]
+    embeds: torch.Tensor
+    rows: list[int] | None
+    keeps: bool
+
+
+def _columns(
+    turn: Sequence[tuple[str, list[int]]],
+    drawn: Drawn,
+    copies: Sequence[Sequence[int]],
+    blocks: Collection[str],
+    end_token: int,
+) -> _Columns:
+    ids: list[Any] = [end_token] * len(drawn.embeds)
+    rows: list[int] = []
+    for mode, of_mode in turn:
+        for row, of_copies in product(of_mode, copies):
+            if mode in blocks:
+                rows.append(of_copies[row])
+            elif mode == "text" and drawn.tokens is not None:
+                (ids[of_copies[row]],) = drawn.tokens[row]
+    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None)
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -259,96 +248,6 @@ def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample],
     return [samples[place] for place in order], [rows[: len(prompts)], rows[len(prompts) :]][: 1 + guided]
 
 
-class _Heads:
-    """Draws the next tokens of sequences, and embeds them.
-
-    ``copies``: of the sequences, the row of each in the batch; the second of two begins without the condition.
-    """
-
-    def __init__(
-        self,
-        model: OmniModel,
-        sampling: dict[str, Sampling],
-        uniform: _UniformStreams,
-        copies: Sequence[Sequence[int]],
-    ) -> None:
-        self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
-        self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
-        self._settings, self._uniform, self._copies = sampling, uniform, copies
-
-    def draw(
-        self,
-        by_mode: Sequence[tuple[str, list[int]]],
-        sequences: Sequence[_Sequence],
-        hidden: torch.Tensor,
-        text_logits: torch.Tensor,
-    ) -> tuple[dict[int, Token], torch.Tensor]:
-        """Return sequence -> its next token, and embeddings ``[batch, hidden]``; zeros for finished sequences."""
-        drawn: dict[int, Token] = {}
-        size = (len(hidden), self._text_embedding.weight.size(1))
-        embeds = hidden.new_zeros(size, dtype=self._text_embedding.weight.dtype)
-        for mode, rows in by_mode:
-            copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
-            read = copies.flatten() if self._sampling(mode).guidance != 1 else copies[0]
-            allowed = [self._allowed(mode, sequences[row].item) for row in rows]
-            draw = _Draw(self._sampling(mode).guidance, self._samplers[mode], self._uniform, rows, allowed)
-            if mode == "text":
-                tokens = draw(text_logits[read].float())
-                rows_embeds = self._text_embedding(tokens)
-            else:
-                rows_embeds, tokens = self._decoders[mode].lm_embed(hidden[read], draw)
-            embeds[copies] = rows_embeds[: len(rows)].to(embeds.dtype)
-            drawn |= zip(rows, tokens[: len(rows)].tolist(), strict=True)
-        return drawn, embeds
-
-    def _allowed(self, mode: str, item: list[Token]) -> range | None:
-        return None if mode == "text" else self._decoders[mode].next_classes(item, self._sampling(mode).size)
-
-    def _sampling(self, mode: str) -> Sampling:
-        return self._settings.get(mode, Sampling())
-
-
-class _Draw:
-    """See :class:`~omnitrain.models.components.protocols.Draw`."""
-
-    def __init__(
-        self,
-        guidance: float,
-        sampler: Sampler,
-        uniform: _UniformStreams,
-        rows: Sequence[int],
-        allowed: Sequence[range | None],
-    ) -> None:
-        """``rows``: the sequences; ``allowed``: the classes that each of them may get; None: any."""
-        self._guidance, self._sampler, self._uniform = guidance, sampler, uniform
-        self._rows, self._allowed = rows, allowed
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        copies, logits = len(logits) // len(self._rows), self.guided(logits)
-        for of_row, classes in zip(logits, self._allowed, strict=True):
-            if classes is not None:
-                of_row[: classes.start], of_row[classes.stop :] = -torch.inf, -torch.inf
-        return self._sampler(partial(self._uniform.next, self._rows), logits).repeat(copies)
-
-    def guided(self, values: torch.Tensor) -> torch.Tensor:
-        if len(values) == len(self._rows):
-            return values
-        conditional, unconditional = values.chunk(2)
-        return unconditional + self._guidance * (conditional - unconditional)
-
-    def noise(self, width: int) -> torch.Tensor:
-        return to_device(normals(self._uniform.seeds(self._rows), width), self._uniform.device)
-
-
-def _rows_by_mode(sequences: Sequence[_Sequence]) -> list[tuple[str, list[int]]]:
-    """Return the unfinished rows by the head that draws their next token."""
-    rows: dict[str, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        if not sequence.answer.is_finished:
-            rows.setdefault(sequence.mode, []).append(row)
-    return sorted(rows.items())
-
-
 @dataclass(frozen=True)
 class _Cells:
     """Features that replace token embeddings in a batch."""
@@ -356,6 +255,10 @@ class _Cells:
     prompts: torch.Tensor  # ``[n]`` int64, which row of the batch; on the host, as ``columns``
     columns: torch.Tensor  # ``[n]`` int64
     embeds: torch.Tensor  # ``[n, hidden]``
+
+
+def _block_ids(pack: Pack) -> torch.Tensor:
+    return torch.zeros_like(pack.input_ids) if pack.block_ids is None else pack.block_ids
 
 
 class _Foundation:
@@ -384,12 +287,17 @@ class _Foundation:
         self.text_token = text_token
         self.given = packs[0].forward_inputs  # of a prompt alone
         _require_no_rows(self.given, longest)
-        self.inserted: list[_Cells] = []  # those of the columns that the next forward runs over
+        self.inserted: list[_Cells] = []  # cells of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
         self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
-        self.uses_cache = use_cache and (not model.inference.is_cut or _can_fill_up(model))
+        # Of stages, layers with another state have no length to fill up.
+        self.uses_cache = use_cache and (not model.inference.is_cut or self.runner.has_keys_alone)
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
         self.seen = 0  # columns that the caches hold
+        self.block_ids = left_padded([_block_ids(pack) for pack in packs], 0)
+        self.has_blocks = bool(self.block_ids.any())
+        self.added: _Columns | None = None  # the columns that the next forward is for
+        self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def _insert(self, media: Sequence[tuple[Sequence[int], EncodedMedia]], pads: torch.Tensor) -> None:
         """Insert the features of encoders and decoders."""
@@ -401,18 +309,39 @@ class _Foundation:
                 sample = torch.bucketize(positions, ends, right=True)
                 columns = positions - (ends - lengths)[sample] + pads[first + sample]
                 self.inserted.append(_Cells(first + sample, columns, embeds))
+            for positions, ids in of_pack.words:
+                sample = torch.bucketize(positions, ends, right=True)
+                columns = positions - (ends - lengths)[sample] + pads[first + sample]
+                self.input_ids[first + sample, columns] = ids.to(self.input_ids.device)
             first += len(lengths)
 
     def last(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return hidden states ``[batch, hidden]`` and text logits ``[batch, vocabulary]`` of the last position.
+        """Return hidden states ``[batch, n, hidden]`` and text logits ``[batch, vocabulary]``, of the last position.
+
+        After columns that are not kept, of these. Rows that waited have the states that they had before.
 
         Raises:
             UserError: the model hides its last hidden states.
         """
+        added = self.added
+        if added is not None and not added.keeps:
+            # Updates of a cache make new tensors.
+            caches = {first: [copy(layer) for layer in cache.layers] for first, cache in self.caches.items()}
+            found = self._forward(added.embeds.size(1))
+            self._drop(added.embeds.size(1), caches)
+            return found
+        found = self._forward(1)
+        if added is not None and added.rows is not None and self.states is not None:
+            found = _replaced(self.states[0], found[0], added.rows), _replaced(self.states[1], found[1], added.rows)
+        self.states = found
+        return found
+
+    def _forward(self, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run over the columns that no cache holds; return the states of the last ``width``, and the last logits."""
         states: list[torch.Tensor] = []
 
         def head(hidden: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
-            states.append(hidden[:, -1].clone())  # of one position alone, where other ranks get it
+            states.append(hidden[:, -width:].clone())  # of few positions alone, where other ranks get it
             return lm_head.forward(hidden[:, -1:])
 
         def result() -> tuple[torch.Tensor, torch.Tensor]:
@@ -428,25 +357,37 @@ class _Foundation:
             self.inserted.clear()
         return self.model.inference.from_last(result)
 
+    def _drop(self, width: int, caches: Mapping[int, list[Any]]) -> None:
+        """Drop the last columns; ``caches``: the layers without them."""
+        for first, layers in caches.items():
+            self.caches[first].layers = layers
+        kept = slice(0, self.input_ids.size(1) - width)
+        self.seen = min(self.seen, kept.stop)
+        self.inserted = self.inserted[:-1]
+        self.input_ids, self.mask, self.block_ids = self.input_ids[:, kept], self.mask[:, kept], self.block_ids[:, kept]
+        self.position_ids = self.position_ids[..., kept]
+        self.token_inputs = {name: values[:, kept] for name, values in self.token_inputs.items()}
+
     def _run(self, head: Head, stage: StageInput | None) -> Any:
         """Run a stage, or the whole model, over the columns that its cache does not hold."""
         columns = slice(self.seen, None)
         width = self.input_ids.size(1) - self.seen
         inserted = [(cells.prompts * width + cells.columns - self.seen, cells.embeds) for cells in self.inserted]
         cache = self._cache_of(stage)
-        output = self.runner.run(
-            self.input_ids[:, columns],
-            head=head,
-            media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
-            arguments={
-                **self._places(columns),
-                "attention_mask": self.mask,
-                cache_argument(self.model.foundation): cache,
-                "use_cache": cache is not None,
-                **{name: values[:, columns] for name, values in self.token_inputs.items()},
-            },
-            stage=None if stage is None else self.model.stage_of(stage),
-        )
+        with seeing_blocks(self.block_ids if self.has_blocks else None):
+            output = self.runner.run(
+                self.input_ids[:, columns],
+                head=head,
+                media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
+                arguments={
+                    **self._places(columns),
+                    "attention_mask": self.mask,
+                    cache_argument(self.model.foundation): cache,
+                    "use_cache": cache is not None,
+                    **{name: values[:, columns] for name, values in self.token_inputs.items()},
+                },
+                stage=None if stage is None else self.model.stage_of(stage),
+            )
         if stage is None:
             return output
         if cache is not None:
@@ -467,29 +408,38 @@ class _Foundation:
             return {"position_ids": self.position_ids[..., columns]}
         return self.given if self.seen == 0 else {}
 
-    def append(self, tokens: list[int], embeds: torch.Tensor) -> None:
-        """Add one position: ``tokens`` ``[batch]`` whose rows are ``embeds`` ``[batch, hidden]``."""
+    def append(self, columns: _Columns) -> None:
+        """Add columns. They are no tokens of rows that wait: nothing sees them, and they have no positions."""
+        self.added, start = columns, self.input_ids.size(1)
+        size, width = columns.embeds.shape[:2]
         # A drawn placeholder is text; it must not take a feature of the next prompt's media.
-        tokens = [self.text_token if token in self.placeholders else token for token in tokens]
-        everyone = torch.arange(len(embeds))
-        self.inserted.append(_Cells(everyone, torch.full_like(everyone, self.input_ids.size(1)), embeds))
-        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(tokens)[:, None]], dim=1)
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        ids = [self.text_token if token in self.placeholders else token for token in columns.ids]
+        everyone = torch.arange(size).repeat_interleave(width)
+        self.inserted.append(_Cells(everyone, start + torch.arange(width).repeat(size), columns.embeds.flatten(0, 1)))
+        real = self.mask.new_ones(size, width)
+        if columns.rows is not None:
+            self.has_blocks = True
+            real = torch.zeros_like(real)
+            real[columns.rows] = 1
+        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(ids)[:, None].expand(-1, width)], dim=1)
+        self.mask = torch.cat([self.mask, real], dim=1)
+        self.block_ids = torch.cat([self.block_ids, real * (0 if columns.rows is None else start + 1)], dim=1)
         largest = self.position_ids.amax(dim=-1, keepdim=True)
         if self.position_ids.ndim == 3:  # every axis continues after its largest position
             largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
-        self.position_ids = torch.cat([self.position_ids, largest + 1], dim=-1)
+        self.position_ids = torch.cat([self.position_ids, largest + real.cumsum(dim=-1)], dim=-1)
         kind = int(self.runner.native.extras.marks_answer)
         self.token_inputs = {
-            name: torch.cat([values, values.new_full((len(values), 1), kind)], dim=1)
+            name: torch.cat([values, values.new_full((size, width), kind)], dim=1)
             for name, values in self.token_inputs.items()
         }
 
 
-def _can_fill_up(model: OmniModel) -> bool:
-    """Whether :func:`_fill_up` works: layers with a state other than keys and values have no length."""
-    layers = DynamicCache(config=model.foundation.config).layers
-    return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return ``old`` with ``rows`` of ``new``."""
+    result = old.clone()
+    result[rows] = new[rows]
+    return result
 
 
 def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:
@@ -511,40 +461,6 @@ def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
                 f"the foundation's own forward reads this prompt, with {name!r} for each token of it; answers to such "
                 "prompts cannot be generated here: save the model, and use generate of transformers"
             )
-
-
-class _UniformStreams:
-    """Uniform random numbers in [0, 1), one stream per row, seeded by the seed and the row's number."""
-
-    def __init__(self, seed: int, numbers: Sequence[int], device: torch.device) -> None:
-        self.device = device
-        self._streams = [np.random.default_rng((seed, number)) for number in numbers]
-
-    def next(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return the next number of each of ``rows``, float64 on the CPU."""
-        return torch.tensor([self._streams[row].random() for row in rows], dtype=torch.float64, device="cpu")
-
-    def seeds(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return a seed for each of ``rows``, int64 on the CPU."""
-        return torch.tensor([int(self._streams[row].integers(2**63)) for row in rows], device="cpu")
-
-
-def _sampler(sampling: Sampling) -> Sampler:
-    if sampling.temperature == 0:
-        return lambda uniform, logits: logits.argmax(dim=-1)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
-    if sampling.top_k is not None:
-        warpers.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p is not None:
-        warpers.append(TopPLogitsWarper(sampling.top_p))
-
-    def draw(uniform: Uniform, logits: torch.Tensor) -> torch.Tensor:
-        """Return the first token at which the cumulative probability exceeds a uniform random number."""
-        summed = warpers(None, logits).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        passed = uniform().to(summed.device) * summed[:, -1]
-        return torch.searchsorted(summed, passed[:, None], right=True)[:, 0].clamp(max=logits.size(-1) - 1)
-
-    return draw
 
 
 def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:

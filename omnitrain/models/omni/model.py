@@ -29,9 +29,10 @@ from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
 from omnitrain.models.contract.tiny_model import draws_in_training
 from omnitrain.models.decoders.flow import FlowDecoder
-from omnitrain.models.decoders.of_foundation import decoder_of, give_back
+from omnitrain.models.decoders.in_context import InContextDecoder
+from omnitrain.models.decoders.of_foundation import decoder_of, give_back, take
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.discovery import config_nodes, native_inputs, refusing
+from omnitrain.models.discovery import config_nodes, native_inputs, refusing, rest_codecs
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
@@ -39,7 +40,7 @@ from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up
+from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up, require_no_words
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
@@ -54,6 +55,7 @@ from omnitrain.peers import is_spread, ranks_of
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
     FlowDecoderConfig,
+    InContextDecoderConfig,
     OmniConfig,
     TeacherConfig,
     TokenDecoderConfig,
@@ -102,8 +104,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             if hasattr(type(self), name) or name in vars(self):
                 raise UserError(f"{name!r}: the model has an attribute of this name; choose another component name")
             part = ready.get(name)
-            if part is None and values.get("of_foundation"):
-                part = decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+            if values.get("of_foundation"):
+                part = part or decoder_of(self.foundation, cast(TokenDecoderConfig, as_config(values)))
+                take(self.foundation, part)
             self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
         take_own_configs(self.children())
@@ -121,6 +124,12 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         with refusing(f"model.foundation: {type(self.foundation).__name__} cannot be run"):
             runner = FoundationRunner(self.foundation, contract_of(self.foundation))
         self.find_draws()
+        for name, decoder in self.decoders.items():
+            if runner.why_causal and decoder.adapter().is_block:
+                raise UserError(
+                    f"model.decoders.{name}: the tokens of an image must see each other, but in "
+                    f"{type(self.foundation).__name__} they cannot: {runner.why_causal}; set `flow.kind: head`"
+                )
         for name in self.teachers:
             try:
                 assert self.get_submodule(name).runner is not None  # checked before the model is sharded
@@ -146,17 +155,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     @classmethod
     def from_pretrained(cls, path: str, *args: Any, **kwargs: Any) -> OmniModel:
-        """Load a saved omni model with its LoRA adapters; missing, unexpected or misshapen tensors are an error.
+        """Load a saved omni model, a folder or Hub id, with its LoRA adapters; tensors that do not fit are an error.
 
-        Args:
-            path: folder or Hub id.
-            *args: arguments for transformers.
-            **kwargs: keyword arguments for transformers. With ``output_loading_info``, transformers loads the model:
-                tensors that do not fit are reported instead of raised, and LoRA adapters are not loaded.
-
-        Raises:
-            UserError: there is no model at ``path``.
-            WeightsError: names every tensor that does not fit.
+        Other arguments are those of transformers. With ``output_loading_info``, transformers loads the model: tensors
+        that do not fit are reported instead of raised, and LoRA adapters are not loaded. Raises UserError: there is no
+        model at ``path``; WeightsError: names every tensor that does not fit.
         """
         if kwargs.get("output_loading_info"):
             return super().from_pretrained(path, *args, **kwargs)  # strict loading asks for it
@@ -167,19 +170,11 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """Write the config, whole weights, and LoRA adapters in peft's files, for :meth:`from_pretrained`.
 
-        If the model is spread over ranks, all of them must call this; each writes some of the files
-        (:func:`save_whole`).
-
-        Args:
-            save_directory: a folder, the same on all ranks; weights saved there before are replaced.
-            *args: arguments for transformers; only for a model in one process.
-            **kwargs: keyword arguments for transformers; only for a model in one process, except ``state_dict``: the
-                calling rank writes its tensors as they are.
-
-        Raises:
-            UserError: ``push_to_hub`` for a model with adapters, or arguments for transformers for a model that is
-                spread over ranks.
-            TrainingError: writing failed on another rank, which raises its own error.
+        If the model is spread over ranks, all of them must call this with one folder alone; each writes some of the
+        files (:func:`save_whole`). In one process, other arguments are those of transformers; with ``state_dict``, the
+        calling rank writes its tensors as they are. Weights that were saved there are replaced. Raises UserError:
+        arguments that this model does not take, such as ``push_to_hub`` with adapters; TrainingError: writing failed on
+        another rank.
         """
         if kwargs.get("state_dict") is not None:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -278,6 +273,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """Set the mode; frozen batch norms keep their running statistics (:func:`rest_frozen_statistics`)."""
         super().train(mode)
         rest_frozen_statistics(self)
+        if "runner" in vars(self):
+            rest_codecs(self.foundation, self.runner.native)
         return self
 
     def activation_checkpointing_enable(
@@ -332,24 +329,25 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             **batch: further arguments of the foundation: ``pixel_values``, ``num_items_in_batch``, ...
 
         Returns:
-            For a pack, an :class:`OmniOutput` with one :class:`LossTerm` per head that has targets in it, and always
-            ``text``. For a stage that is not the last, the tensors for the next one (:func:`handed_on`). For a batch,
-            the output of the foundation: ``loss``, ``logits``, ...
-
-        Raises:
-            UserError: the foundation cannot run this pack, or hides the hidden states that a decoder reads; both a
-                pack and a batch, or neither; the foundation does not take an argument of the batch.
+            For a pack, an :class:`OmniOutput` with a :class:`LossTerm` of ``text`` and of each head that has targets in
+            it; for a stage that is not the last, the tensors for the next one (:func:`handed_on`); for a batch, the
+            foundation's output: ``loss``, ``logits``, ... Raises UserError: the foundation cannot run this pack, hides
+            hidden states that a decoder reads, or does not take an argument; both a pack and a batch, or neither.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
         batch = {**named, "labels": labels, **batch}
         if pack is None:
             return forward_of_batch(self, batch)
-        if (found := type(pack)) is not Pack:
+        found: Any = pack
+        if not isinstance(found, Pack):
+            kind = type(found).__name__
             raise UserError(
-                f"forward: found a {found.__name__}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
+                f"forward: found a {kind}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
             )
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
+        if stage is not None:
+            require_no_words(self, pack)
         encoded = self.encode_media(pack, work, stage)
         output = self.run_foundation(encoded, stage)
         if isinstance(output, FoundationOutput):
@@ -401,7 +399,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
             decoder = self.decoders[name]
-            predicted_from = pack.targets[name].positions - 1 if name in encoded.labels else pack.text_rows[:0]
+            predicted_from = pack.targets[name].predicted_from if name in encoded.labels else pack.text_rows[:0]
             index, positions = local_positions(sequence_slice, predicted_from)
             if len(positions):
                 labels = encoded.labels[name][to_device(index, hidden.device)]
@@ -442,6 +440,7 @@ for _config, _model in (
     (TeacherConfig, Teacher),
     (TokenDecoderConfig, TokenDecoder),
     (FlowDecoderConfig, FlowDecoder),
+    (InContextDecoderConfig, InContextDecoder),
 ):
     AutoModel.register(_config, _model)
 

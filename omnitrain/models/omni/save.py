@@ -132,7 +132,6 @@ def _names_by_file(values: Mapping[str, Tensor], file_bytes: int) -> list[list[s
 
 
 def _stored_alone(key: str, store: Conversion, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Store the one tensor of an adapter's group."""
     return {key: store(tensors[0])}
 
 

@@ -25,9 +25,7 @@ class StageInput:
     """The input of a stage besides its pack."""
 
     span: BlockSpan  # the blocks of the stage
-    # hidden states ``[1, t, hidden]``, then the features in the order of :func:`features_across`; empty for the first
-    # stage
-    arrived: tuple[Tensor, ...] = ()
+    arrived: tuple[Tensor, ...] = ()  # states `[1, t, hidden]`, features as of `features_across`; first stage: none
 
 
 def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:
@@ -40,6 +38,8 @@ def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) ->
     for name in (name for names in model.media_names.values() for name in names):
         if name.startswith(NATIVE_PREFIX) and name in pack.inputs:
             modality = name.removeprefix(NATIVE_PREFIX)
+            if model.runner.native.interfaces[modality].are_words:
+                continue
             if number := len(local_positions(sequence_slice, pack.inputs[name].positions)[0]):
                 key = first.setdefault(model.runner.native.interfaces[modality].token_id, modality)
                 numbers[key] = numbers.get(key, 0) + number

@@ -19,7 +19,7 @@ from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel
 
-_PLACEHOLDER = 0  # any token; the caller sets that of its tokenizer
+_PLACEHOLDER = 0  # any token; the caller sets the token of its tokenizer
 _TOLERANCE = {torch.float32: 1e-6}  # of logits, relative to the largest; other dtypes: 1e-2
 
 
@@ -37,13 +37,15 @@ def as_transformers_class(model: OmniModel) -> PreTrainedModel:
     noise = torch.randn(zeros.shape, generator=torch.Generator().manual_seed(0)).to(zeros.dtype)
     features = features | {"pixel_values": noise}
     settings = ProjectorSettings(**(encoder.config.projector or {}))
+    height, width = (side // encoder.tower.config.patch_size for side in noise.shape[-2:])
+    num_before = encoder.tower(pixel_values=noise.to(encoder.tower.dtype)).last_hidden_state.size(1) - height * width
     config = AutoConfig.for_model(
         vision_config=as_dict(encoder.tower.config),
         text_config=as_dict(foundation.config),
         vision_feature_layer=-1,
         image_seq_length=num_tokens[0],
         tie_word_embeddings=foundation.config.tie_word_embeddings,
-        **_of_kind(settings.kind, _tokens_before_patches(encoder, features["pixel_values"])),
+        **_of_kind(settings.kind, num_before),
     )
     with torch.device("meta"):
         whole = cast(Any, foundation_class(config)(config))
@@ -70,11 +72,6 @@ def _only_vision_encoder(model: OmniModel) -> VisionEncoder:
     if encoders[0].takes_grid:
         raise UserError(f"no class of transformers joins a {type(encoders[0].tower).__name__} to any language model")
     return encoders[0]
-
-
-def _tokens_before_patches(encoder: VisionEncoder, pixels: torch.Tensor) -> int:
-    height, width = (side // encoder.tower.config.patch_size for side in pixels.shape[-2:])
-    return encoder.tower(pixel_values=pixels.to(encoder.tower.dtype)).last_hidden_state.size(1) - height * width
 
 
 def _of_kind(kind: str, first: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from omnitrain.ops.attention import packed_context
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
 from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
-from omnitrain.ops.attention.unpacked import SDPA, plain_attention, plain_mask
+from omnitrain.ops.attention.unpacked import EAGER, SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
 from omnitrain.torch_private import version_of
 
@@ -42,13 +42,16 @@ def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None
 def omnitrain_mask(*, implementation: str, **arguments: Any) -> MaskSpec | Tensor | None:
     """Return a spec for a packed sequence, else the mask of ``implementation``; for ``AttentionMaskInterface``.
 
-    ``arguments`` are the arguments of transformers' ``sdpa_mask``; ``implementation`` is for unpacked input.
-
-    Raises UserError: the sequence is packed, and the requested mask does not fit it.
+    ``arguments`` are those of ``sdpa_mask``. Raises UserError: the mask does not fit the packed sequence.
     """
     padding, packed = arguments.get("attention_mask"), packed_context.packed_sequence()
     if isinstance(padding, MaskSpec):  # an outer model made it; transformers passes on such a mask, too
         return padding
+    if packed_context.has_blocks() and is_causal(arguments["mask_function"]):
+        arguments["mask_function"] = packed_context.with_blocks(arguments["mask_function"])
+        arguments["allow_is_causal_skip"] = False
+        if packed is None and implementation not in (SDPA, EAGER):
+            raise UserError(f"tokens of an image see each other, which {implementation!r} cannot; use {SDPA!r}")
     if packed is None:
         return plain_mask(implementation, **arguments)
     shape = tuple(arguments[name] for name in ("batch_size", "q_length", "kv_length"))
@@ -90,12 +93,9 @@ def omnitrain_attention(
     """Attend within the segments of a packed sequence, else as ``implementation``; for ``AttentionInterface``.
 
     ``query`` is ``[B, heads, T, head_dim]``, ``key`` and ``value`` are ``[B, key heads, T, head_dim or value_dim]``;
-    ``attention_mask`` is from :func:`omnitrain_mask` or from the model; ``backend`` is for packed sequences, or
-    ``auto``, ``implementation`` transformers' for unpacked input; ``kwargs``: see
-    :data:`HONOURED` and :data:`IRRELEVANT`. Returns ``[B, T, heads, value_dim]``, and attention weights if
-    ``implementation`` returns them.
-
-    Raises UserError: names a feature that the layer needs and no backend supports.
+    ``backend`` is for packed sequences, or ``auto``; ``kwargs``: see :data:`HONOURED` and :data:`IRRELEVANT`. Returns
+    ``[B, T, heads, value_dim]``, and attention weights if ``implementation`` does. Raises UserError: names a feature
+    that the layer needs and no backend supports.
     """
     if isinstance(attention_mask, MaskSpec):
         spec, shard = attention_mask, attention_mask.shard
@@ -147,6 +147,7 @@ def _spec(
     if packed is None or not _is_packed(module, query, key, packed, mask):
         packed_context.check_recomputation(module)
         return None
+    packed_context.require_no_blocks(module)
     packed_context.relies_on_context(module)
     spec = _spec_of_layer(module, packed.offsets, mask, kwargs, packed.specs)
     return spec if packed.sequence_slice is None else spec.on(packed.sequence_slice.attention)

@@ -35,9 +35,6 @@ class Pattern:
 def describe(mask_function: MaskFunction, offsets: tuple[int, ...], use_vmap: bool, device: torch.device) -> MaskSpec:
     """Return the spec of a sequence packed at ``offsets`` ``(0, ..., T)`` in a model with the mask ``mask_function``.
 
-    ``mask_function``, over indices of the sequence, and ``use_vmap`` are as transformers passed them; ``device`` holds
-    the indices.
-
     Raises UserError: a function that the model added both counts from the sequence's start and looks up tokens, so its
     meaning inside a segment is unknown.
     """
@@ -84,9 +81,7 @@ def within_segments(function: MaskFunction, starts: Tensor) -> MaskFunction:
     """Return ``function`` as it would be for each segment alone, over indices of the sequence; exact within segments.
 
     Functions that look up tokens (image blocks) keep these indices. Functions that count (chunks) get indices that
-    start at 0 in each segment; ``starts`` ``[T]`` is the first token of each token's segment.
-
-    Raises UserError: see :func:`describe`.
+    start at 0 in each segment, from the ``starts`` ``[T]`` of the tokens' segments.
     """
     name, captured = _name(function), _captured(function)
     if name in ("and_masks", "or_masks"):

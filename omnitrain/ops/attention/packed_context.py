@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import or_masks
 
 from omnitrain.errors import UserError
 from omnitrain.torch_private import current_graph_task_id
 
 if TYPE_CHECKING:
-    from omnitrain.ops.attention.spec import MaskSpec, SequenceShard
+    from omnitrain.ops.attention.spec import MaskFunction, MaskSpec, SequenceShard
 
 
 class SequenceSlice(Protocol):
@@ -81,7 +84,7 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     inside ``packed(None)``: an input that happens to have ``T`` tokens would be cut at these offsets. The context can
     be entered any number of times. Activation recomputation needs it again only for models that do not make masks by
     transformers' interface; attention raises if it is missing. ``cu_seqlens`` ``(0, ..., T)`` are the starts of the
-    samples and the end of the last one; others are a ValueError.
+    samples and the end of the last one; other offsets are a ValueError.
     """
     if cu_seqlens is None:
         return _Inside(None)
@@ -99,6 +102,49 @@ def inside(sequence: PackedSequence | None) -> _Inside:
 def packed_sequence() -> PackedSequence | None:
     """Return the packed sequence of the running forward; None: the input is not packed."""
     return _running.get()
+
+
+# ``[B, T]`` int64, for each token of the whole sequences the number of its block; 0: none.
+_blocks: ContextVar[Tensor | None] = ContextVar("blocks", default=None)
+
+
+@contextmanager
+def seeing_blocks(block_ids: Tensor | None) -> Iterator[None]:
+    """Let the tokens of each block see each other, in the masks that models make inside; None: there are no blocks.
+
+    ``block_ids``: ``[B, T]`` int64, for the tokens of the whole sequences: equal ones of a sequence are a block; 0: the
+    token belongs to none.
+    """
+    token = _blocks.set(block_ids)
+    try:
+        yield
+    finally:
+        _blocks.reset(token)
+
+
+def has_blocks() -> bool:
+    """Whether some tokens of the running forward see each other."""
+    return _blocks.get() is not None
+
+
+def with_blocks(mask_function: MaskFunction) -> MaskFunction:
+    """Return a mask in which tokens see what they saw, and their block."""
+    block_ids = _blocks.get()
+    return mask_function if block_ids is None else or_masks(mask_function, partial(_of_one_block, block_ids))
+
+
+def require_no_blocks(module: torch.nn.Module) -> None:
+    """Raise a UserError if there are blocks, which a layer without a mask cannot see."""
+    if has_blocks():
+        raise UserError(
+            f"{type(module).__name__} attends without a mask that its model asked for, so tokens of an image cannot "
+            "see each other; set `flow.kind: head`"
+        )
+
+
+def _of_one_block(block_ids: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+    own = block_ids[batch, query]
+    return (own == block_ids[batch, key]) & (own > 0)
 
 
 # Modules that knew only from the context that their input was packed. Several forwards may be in flight, packed or not,

@@ -83,10 +83,8 @@ def compile_blocks(
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     All sizes are dynamic, so another length does not recompile. The entry point of attention disables compilation, so a
-    block has two graphs, before and after attention. Equal blocks share them. More recompiles than ``max_recompiles``
-    are an error of :meth:`CompiledBlocks.check`.
-
-    Raises UserError: ``model`` has no list of blocks, or the compiler for ``device`` is missing.
+    block has two graphs, before and after attention, which equal blocks share. Too many recompiles are an error of
+    :meth:`CompiledBlocks.check`. Raises UserError: ``model`` has no blocks, or ``device`` no compiler.
     """
     blocks = dict(blocks_in(model))
     if not blocks:

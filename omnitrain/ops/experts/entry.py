@@ -118,8 +118,7 @@ def omnitrain_experts(
     """Compute the weighted sum ``[T, H]`` of each token's experts; for transformers' ``ExpertsInterface``.
 
     ``hidden_states`` are ``[T, H]``, ``top_k_index`` ``[T, k]`` indices of experts in the whole layer,
-    ``top_k_weights`` ``[T, k]``; ``backend`` computes the matmuls, or is ``auto``. The result has the dtype of
-    ``hidden_states``.
+    ``top_k_weights`` ``[T, k]``. The result has the dtype of ``hidden_states``.
     """
     settings = settings_of(module)
     spans = settings.spans

@@ -59,10 +59,8 @@ FUSED = tuple(_OPERATIONS)
 def fuse_ops(model: nn.Module, backends: Mapping[str, str], device: torch.device | None = None) -> dict[str, FusedOp]:
     """Run operations of ``model`` by the named backends, in place; return the result of each operation.
 
-    ``model``: the model, on any device. ``backends``: operation (``rms_norm``, ``swiglu``, ``rotary``, ``patch_embed``)
-    -> ``auto``, ``torch`` (the model's own code) or another backend's name. ``device``: device on which the model will
-    run; None: its current device. Raises UserError: an operation or backend is unknown, or the backend cannot run on
-    the device.
+    Backends are ``auto``, ``torch`` (the model's own code) or a name; ``device`` None: where the model is. Raises
+    UserError: an operation or backend is unknown, or the backend cannot run on the device.
     """
     device = device or next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     return {name: _fuse(model, name, wanted, device) for name, wanted in backends.items()}

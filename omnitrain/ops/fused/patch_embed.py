@@ -16,9 +16,8 @@ from omnitrain.ops.registry import Backend
 def patch_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the convolution with ``stride = kernel`` and no padding as one matmul.
 
-    ``x`` is ``[N, in, *sizes]`` or ``[in, *sizes]``; an incomplete patch at the end of a size is ignored. ``weight`` is
-    ``[out, in, *kernel]``, ``bias`` ``[out]`` or None; the result ``[N, out, *(size // kernel)]``, without ``N`` if
-    ``x`` has none.
+    ``[N, in, *sizes]``, ``[out, in, *kernel]``, ``[out]`` or None -> ``[N, out, *(size // kernel)]``; ``N`` may be
+    missing.
     """
     if x.dim() < weight.dim():
         return patch_linear(x[None], weight, bias)[0]

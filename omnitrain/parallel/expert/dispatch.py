@@ -192,8 +192,9 @@ class ChunkedDispatch:
         self._in_flight = in_flight = _InFlight(link, plan, spans)
 
         def start(tokens: Tensor) -> tuple[Tensor, ...]:
+            token_of_row = plan.routes.token_of_row
             for chunk in range(len(plan.chunks)):
-                in_flight.to_experts(chunk, tokens.index_select(0, in_flight.tokens_of(chunk)))
+                in_flight.to_experts(chunk, tokens.index_select(0, token_of_row[in_flight.slices[chunk]]))
             return tuple(_placeholder(sum(splits.received), tokens) for splits in plan.chunks)
 
         def sum_gradients(*_: Tensor) -> Tensor:
@@ -238,17 +239,9 @@ class _InFlight:
         self.plan = plan
         self._link, self._spans = link, spans
         stops = list(accumulate((sum(splits.sent) for splits in plan.chunks), initial=0))
-        self._slices = [slice(start, stop) for start, stop in pairwise(stops)]
+        self.slices = [slice(start, stop) for start, stop in pairwise(stops)]  # of each chunk, in all rows sent
         self._of_tokens: Tensor | None = None
         self._receiving: dict[int, tuple[Tensor, Wait]] = {}
-
-    def tokens_of(self, chunk: int) -> Tensor:
-        """``[rows sent]`` int64: the token of each row."""
-        return self.plan.routes.token_of_row[self._slices[chunk]]
-
-    def of_chunk(self, chunk: int, rows: Tensor) -> Tensor:
-        """The chunk's ``[rows sent, H]`` of all rows ``[S, H]``."""
-        return rows[self._slices[chunk]]
 
     def to_experts(self, chunk: int, rows: Tensor, *, backward: bool = False) -> None:
         """Start to send ``[rows sent, H]`` and to receive ``[rows received, H]``."""
@@ -262,8 +255,8 @@ class _InFlight:
         """Start to send ``[rows received, H]`` and to receive ``[rows sent, H]`` into the chunk's slice of all rows."""
         splits = self.plan.chunks[chunk]
         if self._of_tokens is None:
-            self._of_tokens = rows.new_empty(self._slices[-1].stop, rows.size(1))
-        out = self._of_tokens[self._slices[chunk]]
+            self._of_tokens = rows.new_empty(self.slices[-1].stop, rows.size(1))
+        out = self._of_tokens[self.slices[chunk]]
         wait = self._link.start(out, rows, splits.sent, splits.received)
         name = "dispatch" if backward else "combine"
         self._receiving[chunk] = out, self._spans.travelling(name, chunk, wait, backward=backward)
@@ -310,7 +303,7 @@ class _Combine(torch.autograd.Function):
         chunks = in_flight.plan.chunks
         if any(ctx.needs_input_grad[2:]):
             for chunk in reversed(range(len(chunks))):  # autograd waits for the last chunk first
-                in_flight.to_experts(chunk, in_flight.of_chunk(chunk, of_rows), backward=True)
+                in_flight.to_experts(chunk, of_rows[in_flight.slices[chunk]], backward=True)
         return None, of_weights, *(_placeholder(sum(splits.sent), of_rows) for splits in chunks)
 
 

@@ -48,7 +48,7 @@ class _SampleTokens:
     """The tokens of the current forward on this rank that belong to samples.
 
     ``valid`` ``[v]`` int64 are their positions on this rank, ``sample`` ``[v]`` int64 the sample of each. ``num_local``
-    counts tokens on this rank, with those of no sample; ``is_slice``: other ranks have other tokens of the pack.
+    counts all tokens on this rank, also tokens of no sample; ``is_slice``: other ranks have other tokens of the pack.
     """
 
     valid: Tensor
@@ -61,10 +61,7 @@ class _SampleTokens:
 class RouterMonitor:
     """Balance a model's routers by losses and biases, and measure the load of the experts, per optimizer step.
 
-    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation. The model is
-    parallelized, or on one process.
-
-    Raises UserError: the model has no experts, or its routers do not support ``balance``.
+    Only tokens of samples count, each once: tokens of idle packs do not count, nor does recomputation.
     """
 
     def __init__(self, model: OmniModel, balance: ExpertsBalance) -> None:
@@ -294,8 +291,7 @@ def sample_balance(scores: Tensor, counts: Tensor, sample: Tensor) -> Tensor:
     """Sum over tokens of ``E * sum_e f_e p_te``, ``f_e`` the share of expert ``e`` in the choices of a token's sample.
 
     Divided by the number of tokens it is 1 if each sample uses all experts equally often (DeepSeek-V3, equation 17,
-    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax, ``counts`` ``[samples, E]``
-    the choices of whole samples, ``sample`` ``[t]`` int64 the index of each token's sample.
+    each sample weighted by its tokens). ``scores`` ``[t, E]`` are those before the softmax.
     """
     fractions = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     return scores.size(-1) * (scores.float().softmax(-1) * fractions[sample]).sum()

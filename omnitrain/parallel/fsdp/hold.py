@@ -88,11 +88,9 @@ class HeldUnits:
 
 @contextmanager
 def reducing_later(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """A context for a backward that another one follows: units keep their weights and gradients for it.
+    """A context for a backward that another one follows: its units (``names``) keep their weights and gradients.
 
     Meanwhile FSDP neither waits for other reductions nor forgets the order of the units, by which it prefetches.
-
-    ``model``: the root unit. ``names``: the units that the next backward runs, too.
     """
     units = [unit for name in names if isinstance(unit := model.get_submodule(name), FSDPModule)]
     groups = [group for unit in units for group in torch_private.parameter_groups(unit)]

@@ -33,11 +33,9 @@ def load_weights(model: PreTrainedModel, path: str, *, in_files: bool = False) -
 
     This loads a second model and takes its tensors, so buffers that are in no checkpoint get the values of a normal
     construction. Tied weights stay one parameter, and frozen parameters stay frozen. LoRA adapters of the checkpoint
-    are added, unless the model has them already.
-
-    ``model``: on any device, also ``meta``. ``path``: folder or Hub id. ``in_files``: leave parameters that are in
-    safetensors files there, as ``StoredTensor``. Raises UserError: the folder does not exist, has no weights, or has
-    other adapters than the model; WeightsError: names every missing, unexpected or misshapen tensor.
+    are added, unless the model has them already. ``in_files``: leave what is in safetensors files there, as
+    ``StoredTensor``. Raises UserError: no folder or weights, or other adapters than the model's; WeightsError: names
+    every missing, unexpected or misshapen tensor.
     """
     config = copy.deepcopy(model.config)
     set_attention_of_all(config, None)  # the model has chosen its attention already
@@ -87,12 +85,7 @@ def _shown(adapters: Mapping[str, Adapters]) -> str:
 
 
 def require_one_source(model: OmniModel, path: str | None, *, is_bare: bool) -> None:
-    """Require one source of weights: the model on rank 0, or a checkpoint at ``path``.
-
-    ``is_bare``: the model of rank 0, or of the first rank of a section, is on the meta device.
-
-    Raises UserError: no source exists, or the checkpoint would replace trained adapters.
-    """
+    """Raise UserError unless weights are in the model (not if it ``is_bare``), or else in a checkpoint at ``path``."""
     if path is None and is_bare:
         raise UserError(
             "the model on rank 0 is on the meta device, but weights_path is not set; pass weights_path, or build the "
@@ -144,10 +137,8 @@ def _fingerprint(parameter: Tensor) -> tuple[float, ...]:
 def first_ranks(work: Callable[[], T], ranks: Collection[int] = (0,)) -> T:
     """Return, on all ranks, the picklable result of ``work`` on some global ranks; all ranks must call this.
 
-    ``work`` must return the same on these ranks, such as the first rank of each section.
-
-    Raises UserError: one of these ranks raised it; raised on all ranks; TrainingError: one of them raised another
-    error; raised on the other ranks, while that rank raises its error.
+    ``work`` must return the same on these ranks, such as the first rank of each section. Its UserError is raised on all
+    ranks, another error as TrainingError on the others.
     """
     result: T | None = None
     failed: Exception | None = None

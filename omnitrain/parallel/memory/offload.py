@@ -49,8 +49,7 @@ class ActivationOffload:
     """Copy tensors that autograd saves in blocks to host memory, and back before the backward needs them.
 
     On CUDA the copies run on a separate stream with pinned memory: out while later blocks compute, in while the
-    backward of the next block runs. Other devices copy synchronously. Parameters are not offloaded, because a sharded
-    model gathers them again. ``num_bytes`` were copied to the host so far.
+    backward of the next block runs. Parameters are not offloaded: a sharded model gathers them again.
     """
 
     def __init__(self, device: torch.device) -> None:

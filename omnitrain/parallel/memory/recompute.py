@@ -61,9 +61,7 @@ def recompute_blocks(
 ) -> None:
     """Save only the inputs of each block, and the outputs of ``saved_ops``; recompute the rest in the backward.
 
-    ``blocks`` are layers that transformers can checkpoint, which they do in training mode; ``saved_ops`` op names such
-    as ``aten.mm``, if any; ``around``: block -> a context in which autograd saves its inputs, for example one that
-    offloads them.
+    ``saved_ops`` are names such as ``aten.mm``; ``around``: block -> a context in which autograd saves its inputs.
     """
     kept = None if saved_ops is None else [op for name in saved_ops if (op := find_op(name)) is not None]
     layers = list(blocks)

@@ -74,9 +74,8 @@ def cut_into_stages(
 ) -> Pipeline | None:
     """Cut a model as its plan says, and make the groups of the pipeline. All ranks must call it.
 
-    ``model``: before tensors are sharded. ``plan``: the complete plan of the foundation. ``state``: the parallel state
-    of the foundation's ranks. ``on_all``: encoders that run on all pipeline ranks. Returns the pipeline; None without
-    one, and on the ranks of other sections.
+    Returns None without a pipeline, and on the ranks of other sections. Tensors are not sharded yet; ``on_all``:
+    encoders that run on all pipeline ranks.
     """
     if state.size("pp") == 1:
         return None
@@ -105,11 +104,9 @@ def cut_into_stages(
 def schedule_of_plan(
     plan: ComponentPlan, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
 ) -> Schedule:
-    """Return the schedule of a step of the foundation: that of its pipeline, or gradient accumulation.
+    """Return the schedule of the foundation's pipeline, or of gradient accumulation, or raise ScheduleError.
 
-    ``plan``: the complete plan of the foundation. ``num_micro_batches``: number of micro-batches of the step on each
-    rank. ``encoders``: components of ``main`` that are encoded outside of the forwards. Raises ScheduleError: it cannot
-    run.
+    ``encoders``: components of ``main`` that are encoded outside of the forwards.
     """
     num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
     if num_ranks > 1 or settings.overlap:
@@ -164,8 +161,7 @@ def units_by_stage(
 ) -> dict[int, tuple[str, ...]]:
     """Return stage of this rank -> its FSDP units, in the order of modules.
 
-    Units outside of blocks, such as embeddings that several stages read, belong to this rank's first stage: its
-    backward is the last one, so all gradients exist when its units are reduced. Those ``of_encoders`` have no stage.
+    Units outside of blocks, such as embeddings, belong to this rank's first stage, whose backward is the last one.
     """
     of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
     first = stages.local[0]
@@ -211,9 +207,8 @@ _AT_ONCE = 16  # tensors in a message
 def whole_over_stages(values: Mapping[str, Tensor | None], pipeline: Pipeline | None) -> dict[str, Tensor | None]:
     """Return whole tensors on the CPU, on all ranks. All ranks must call it.
 
-    ``values``: parameter -> its value, its gradient, or None; the same names in the same order on all ranks. Values of
-    parameters that only other stages hold are ignored. ``pipeline``: the pipeline; None: every rank holds all
-    parameters.
+    ``values``: parameter -> its value, its gradient, or None, in one order on all ranks; only those of stages that hold
+    the parameter count.
     """
     if pipeline is None:
         return {name: _whole(value) for name, value in values.items()}

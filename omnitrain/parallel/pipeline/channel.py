@@ -17,11 +17,7 @@ Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients)
 
 
 class StageChannel:
-    """Point-to-point messages between this rank and the other pipeline ranks of its column of the mesh.
-
-    ``groups``: direction -> group with both of its ranks. ``ranks``: global rank of each pipeline rank of the column.
-    ``rank``: pipeline rank of this process.
-    """
+    """Messages between this rank and others of its column; ``groups`` are by direction, ``ranks`` by pipeline rank."""
 
     def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], ranks: Sequence[int], rank: int) -> None:
         self._groups, self._ranks, self._rank = groups, ranks, rank
@@ -76,9 +72,8 @@ def connect_pairs(
     NCCL runs the messages of a group in the order in which they were posted, and connects two ranks at their first one:
     the rank that posts it waits on the host until the other rank comes. If two ranks begin with different directions,
     as 1F1B's do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
-
-    ``columns``: ``[n, pipeline ranks]``, the global ranks of each column. ``of``: the directions, in the same order on
-    all ranks. ``device``: of the messages. Returns the groups that have this rank.
+    ``columns`` are ``[n, pipeline ranks]``; directions have one order on all ranks. Returns the groups that have this
+    rank.
     """
     made = {}
     backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host

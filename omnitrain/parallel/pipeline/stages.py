@@ -64,11 +64,9 @@ class PipelineStages:
 
 
 def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState) -> PipelineStages:
-    """Return the stages of a model: as many blocks as the schedule says, else stages of equal cost.
+    """Return the stages of a model: as many blocks as the schedule says, else of equal cost; or raise ScheduleError.
 
     The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
-
-    Raises ScheduleError: fewer blocks than stages, a split that does not add up, or a cut that is not exact.
     """
     ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, is_v=schedule.kind == "zbv")
     cuts = model.stage_contract.cuts
@@ -112,11 +110,8 @@ def holders(
     """Return parameter -> the pipeline ranks that hold it, ascending.
 
     A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; decoders, which embed targets
-    and predict them, on the first and the last.
-
-    ``model``: before tensors are sharded. ``stages``: the cut. ``read_by``: parameter of the foundation outside of
-    blocks -> the stages that read it: ``first``, ``inner``, ``last``. ``on_all``: encoders that run on all pipeline
-    ranks.
+    and predict them, on the first and the last; the foundation's others where stages (``first``, ``inner``, ``last``)
+    read them.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
     of_blocks = stages.of_blocks(path_of_blocks(model))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -52,7 +52,9 @@ def resolve_plans(
     adapters, adapter_problems = adapters_for(model, plan, present)
     problems += [*adapter_problems, *lora_problems({**present, **adapters}, layers, plan), *tensors.problems]
     problems += model_problems(model, layers, plan, main)
-    problems += ep_plan_problems(layers, _known_globs(plan, [*chain(*names.values())]))
+    globs = (plan.ep_plan or {}).items()  # those that match no name are problems of the plan itself
+    known = {glob: dim for glob, dim in globs if any(matches_weight(glob, name) for name in chain(*names.values()))}
+    problems += ep_plan_problems(layers, known)
     plans = {}
     for name in components:
         own = state.of_section(plan.section_of(name))
@@ -87,11 +89,9 @@ def resolve_without_ranks(
 ) -> tuple[ParallelState, dict[str, ComponentPlan]]:
     """Resolve a recipe's plan without process groups, with all degrees taken from the plan.
 
-    ``model``: not parallelized, on any device; its weights stay unchanged. ``plan``: the plan of a recipe.
-    ``mixed_precision``: see :class:`CallFlags`. ``num_ranks``: number of ranks. None: the first number that the plan
-    fits. Raises PlanError: the plan does not fit the model. Without ``num_ranks``: the problems on the number of ranks
-    with the fewest problems; UserError: the degrees of the plan contradict each other, or do not fit ``num_ranks``. In
-    the second case, what does not fit the model on any number of ranks is in the message, too.
+    ``num_ranks`` None: the first number that the plan fits. Raises PlanError: the plan does not fit the model; without
+    ``num_ranks``, with the problems on the number of ranks with the fewest; UserError: the degrees of the plan
+    contradict each other, or do not fit ``num_ranks``, with what does not fit the model on any number of ranks.
     """
     if num_ranks is not None:
         try:
@@ -141,12 +141,6 @@ def _numbers_of_ranks(plan: ParallelPlan) -> list[int]:
     of_main = [plan.of(name).num_ranks for name in plan.components if plan.section_of(name) == MAIN]
     others = {math.lcm(least, ranks) for ranks in of_main if ranks}
     return [ranks + elsewhere for ranks in sorted({least << doublings for doublings in range(3)} | others)]
-
-
-def _known_globs(plan: ParallelPlan, names: Collection[str]) -> dict[str, int]:
-    """The globs of ``ep_plan`` that match a name; other globs are problems of the plan itself."""
-    globs = (plan.ep_plan or {}).items()
-    return {glob: dim for glob, dim in globs if any(matches_weight(glob, name) for name in names)}
 
 
 def _names(model: OmniModel) -> dict[str, list[str]]:

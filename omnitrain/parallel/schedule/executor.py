@@ -196,7 +196,7 @@ class Executor:
     def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
         layout = layout_of(self._model)
         assert layout is not None
-        separate = [encoder.component for encoder in layout.encoders(self._batch.plan)]
+        separate = self._batch.plan.topology.names("exchange")
         separate += layout.section.components if layout.section is not None else ()
         of_encoders = {component: layout.components[component].units for component in separate}
         apart = {name for names in of_encoders.values() for name in names}
@@ -297,7 +297,7 @@ class Executor:
             torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
 
     def _before(self, components: Sequence[str]) -> AbstractContextManager[None]:
-        """A context for a backward that those of components follow."""
+        """A context for a backward that backwards of components follow."""
         if not components or self._held is not None or self._layout is None:
             return nullcontext()
         of_components = (unit for name in components for unit in self._layout.components[name].units)

@@ -168,7 +168,7 @@ class StepGraph:
     def with_backward(self, micro_batch: int) -> list[str]:
         """Return the components that the forward of a micro-batch has called and whose backward follows, in order.
 
-        Components are not among them whose features have no graph, as those of a decoder with a frozen embedding.
+        A component whose features have no graph is left out, such as a decoder with a frozen embedding.
         """
         called = [self._nodes[component] for component in reversed(self._called(micro_batch))]
         for node in called:

@@ -55,19 +55,25 @@ class InferenceOnRanks(Inference):
         self._model, self._state, self._held, self._pipeline = model, state, held, pipeline
         self.has_foundation, self.is_cut = FOUNDATION in held, pipeline is not None
 
-    @cached_property
-    def peers(self) -> Peers:  # type: ignore[override]  # groups are made at the first use, by all ranks
+    @property
+    def peers(self) -> Peers:  # type: ignore[override]  # groups are made at the first use
         """See :class:`Inference`."""
-        return GlooGroup(self._state.all_groups("loss"))
+        return self._groups[0]
 
-    @cached_property
+    @property
     def sharing(self) -> Peers:  # type: ignore[override]
         """See :class:`Inference`."""
-        return GlooGroup(self._state.all_groups("sequence"))
+        return self._groups[1]
+
+    @property
+    def _everyone(self) -> Peers:
+        return self._groups[2]
 
     @cached_property
-    def _everyone(self) -> Peers:
-        return GlooGroup()
+    def _groups(self) -> tuple[Peers, Peers, Peers]:
+        """Made together, because all ranks must make each of them, also those that will not use it."""
+        state = self._state
+        return GlooGroup(state.all_groups("loss")), GlooGroup(state.all_groups("sequence")), GlooGroup()
 
     @cached_property
     def _planner(self) -> StepPlanner:

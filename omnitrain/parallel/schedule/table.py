@@ -9,9 +9,9 @@ from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.generators import accumulate
+from omnitrain.plan.schedule.encoders import encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
-from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
 
 
 def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = None) -> Schedule:
@@ -23,13 +23,14 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
         upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
     layout = layout_of(model)
-    if not plan.num_micro_batches:
-        schedule = Schedule(((),), (0,), 0)
-    elif layout is None:
-        schedule = accumulate(plan.num_micro_batches)
-    else:
-        schedule = schedule_of_plan(layout.components[FOUNDATION].plan, plan.num_micro_batches, layout.encoders(plan))
-    if layout is None or not layout.sections or not plan.num_micro_batches:
+    number = plan.num_micro_batches
+    if not number:
+        return Schedule(((),), (0,), 0)
+    if layout is None:
+        return schedule_of_plan(ComponentPlan(), number)
+    placements = [plan.topology.component(name) for name in layout.components]
+    schedule = schedule_of_plan(layout.components[FOUNDATION].plan, number, encoder_windows(placements, number))
+    if not layout.sections:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
     sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]

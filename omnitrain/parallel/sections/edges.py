@@ -206,9 +206,6 @@ def messages_of(plan: StepPlan, component: str, window: int, rows: tuple[Rows, .
 
     A message has the features of its items in the order of the receiver's packs. Items that follow each other there and
     have the same sender are one part.
-
-    ``plan``: of the step. ``component``: name of the encoder. ``window``: its first micro-batch. ``rows``: the tensors
-    of a message.
     """
     parts: dict[int, list[Part]] = {}
     for receiver, sender, items in _runs(plan, component, window):
@@ -242,13 +239,10 @@ def _runs(plan: StepPlan, component: str, window: int) -> Iterator[tuple[int, in
 def connect_sections(
     model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
 ) -> dict[str, FeatureEdge]:
-    """Return component -> this rank's end of its edge. All ranks must call it.
+    """Return component -> this rank's end of its edge. All ranks must call it, with a sharded model.
 
     An edge goes to the section with the component that reads the features: most often the foundation in ``main``. Each
     section encodes its smallest input once, and tells the other ranks the form of the features.
-
-    ``model``: sharded; each rank has the components of its section. ``sections``: section -> its settings. ``state``:
-    the state of this rank's section. ``device``: of this rank.
     """
     own = sections[state.section].components if state.section in sections else ()
     forms = {name: _form(model, name, device) for name in own}

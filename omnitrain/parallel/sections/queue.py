@@ -48,10 +48,8 @@ class Inbox:
     """The messages of an edge that this rank receives.
 
     ``slots`` of them are posted ahead, and taking one posts the next. So messages land while this rank computes, and at
-    most ``slots`` messages are in memory that were not taken. What is taken belongs to the caller.
-
-    If a sender is lost, the messages that arrived can still be taken. The error names the first one that did not arrive
-    completely: a message that was never pushed, or one that was pushed and got lost together with its sender.
+    most ``slots`` messages are in memory that were not taken. If a sender is lost, those that arrived can still be
+    taken, and the error names the first one that did not arrive completely, whether it was pushed or not.
     """
 
     def __init__(self, end: EdgeEnd) -> None:
@@ -90,12 +88,9 @@ class Outbox:
     """The parts of an edge's messages that this rank sends.
 
     A push does not wait as long as the receiver has room: only the push of message ``n`` to a receiver waits until
-    message ``n - slots`` has left, which is when the receiver has posted it. So at most ``slots`` messages to each
-    receiver are in the sender's memory.
-
-    A message that was pushed may not have left yet, and one that has left may not have been taken: if this rank ends,
-    the receiver may lose it. If a receiver is lost, the error of push ``n`` names message ``n``, or ``n - slots`` for
-    which it waits.
+    message ``n - slots`` has left, which is when the receiver has posted it. A message that has left may not have been
+    taken: if this rank ends, the receiver may lose it. If a receiver is lost, the error of push ``n`` names message
+    ``n``, or ``n - slots`` for which it waits.
     """
 
     def __init__(self, end: EdgeEnd) -> None:

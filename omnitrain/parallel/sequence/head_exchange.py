@@ -111,9 +111,8 @@ def tokens_to_heads(
 ) -> tuple[Tensor, ...]:
     """Gather all tokens of this rank's heads of several tensors, by one differentiable all-to-all.
 
-    ``[local tokens, heads, width] -> [all tokens, local heads, width]`` for each; heads, widths and dtypes may differ
-    between tensors. ``spans`` has, per tensor, the heads of each rank; several ranks may get the same head, whose
-    gradients are summed in fp32. ``lengths``: number of tokens of each rank.
+    ``[local tokens, heads, width] -> [all tokens, local heads, width]`` for each. ``spans`` has, per tensor, the heads
+    of each rank; several ranks may get the same head, whose gradients are summed in fp32.
     """
     return with_backward(
         lambda *own: start_gather(own, spans, lengths, group)(),

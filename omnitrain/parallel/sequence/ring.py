@@ -28,11 +28,8 @@ def ring_attention(
 ) -> Tensor:
     """Attend from the tokens of a cp rank to the whole sequence: ``[1, tokens of the cp rank, heads, E]``. Collective.
 
-    ``call`` has queries, keys and values ``[1, heads, tokens of the cp rank, width]``, and the mask of the whole
-    sequence. ``compute`` gives the attention ``[1, T, heads, E]`` of a call over a sequence that this rank has
-    completely.
-
-    Raises UserError: the call has dropout, a position bias, or a mask with gradients.
+    ``compute`` attends over a sequence that this rank has completely. Raises UserError: the call has dropout, a
+    position bias, or a mask with gradients.
     """
     _require_supported(call)
     of_ranks = call.mask.remember(

@@ -95,13 +95,7 @@ class UlyssesShard:
         return self.lengths_of_ranks[self.rank]
 
     def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
-        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`.
-
-        One all-to-all exchanges queries, keys and values, another one the output. A rank receives only the key heads
-        that its queries read.
-
-        Raises UserError: the ranks do not divide the heads, or ring attention does not support the call.
-        """
+        """See :class:`~omnitrain.ops.attention.spec.SequenceShard`; a rank receives only key heads that it reads."""
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:
             return self.attend_own_heads(call, heads, compute)

@@ -23,10 +23,7 @@ class RankError(RuntimeError):
 
 
 def failure(name: str, timeout_s: float, reports: Mapping[int, Message]) -> RankError | None:
-    """Return the error that describes all failures of the function ``name``; None if every rank returned.
-
-    A report is of kind ``done``, ``failed``, ``died`` (value: exit code) or ``late`` (value: stack, or None).
-    """
+    """Return the error that describes all failures of the function ``name``; None if every rank returned."""
     of_kind: dict[str, dict[int, Message]] = {"died": {}, "failed": {}, "late": {}, "done": {}}
     for rank, report in sorted(reports.items()):
         of_kind[report.kind][rank] = report

@@ -22,6 +22,7 @@ from omnitrain.torch_private import set_default_timeout
 _PATIENCE = timedelta(days=7)
 _TO_COME = timedelta(minutes=2)  # between the first and the last data process to connect; they start together
 _FAILED_ELSEWHERE = "the data failed on another rank"
+_ENDED_ELSEWHERE = "another rank has ended; its own error says why"
 _FIRST_CAPACITY = 128  # words; more once a table needs them
 
 
@@ -61,6 +62,7 @@ class DataProcessGroup:
     def __init__(self, rendezvous: Rendezvous, group: dist.ProcessGroup | None = None) -> None:
         self.rendezvous = rendezvous
         self._capacity = _FIRST_CAPACITY
+        self._lost = _FAILED_ELSEWHERE if group is None else _ENDED_ELSEWHERE
         if group is not None:
             self._group = group
 
@@ -89,13 +91,13 @@ class DataProcessGroup:
         """
         if self.rendezvous.world_size == 1:
             return list(parcels)
-        with lost_connections_as(_FAILED_ELSEWHERE):
+        with lost_connections_as(self._lost):
             return swap_bytes(self._group, parcels)
 
     def _gathered(self, table: np.ndarray) -> np.ndarray:
         local = torch.from_numpy(padded(table, self._capacity))
         tables = local.new_empty(self.rendezvous.world_size, self._capacity)
-        with lost_connections_as(_FAILED_ELSEWHERE):
+        with lost_connections_as(self._lost):
             wait_for(self._group.allgather([list(tables)], [local]))
         return tables.numpy()
 

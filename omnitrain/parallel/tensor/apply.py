@@ -18,10 +18,8 @@ from omnitrain.parallel.tensor.styles import STYLES
 def shard_matrices(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh, ends: Collection[str] = ()) -> None:
     """Shard the parameters that ``styles`` select, and replace the forwards of their modules, in place.
 
-    ``model``: its parameters are equal on all ranks. ``styles``: name of a module or parameter -> its style in
-    :data:`~omnitrain.parallel.tensor.styles.STYLES`. ``mesh``: one-dimensional mesh of the ranks. Sharded parameters
-    become DTensors on it; others are unchanged. ``ends``: modules of style ``rowwise`` whose results the end of a
-    region sums (:mod:`.sequence_parallel`).
+    Sharded parameters become DTensors on the one-dimensional ``mesh``; others are unchanged. ``ends``: modules of style
+    ``rowwise`` whose results the end of a region sums (:mod:`.sequence_parallel`).
     """
     if not styles:
         return

@@ -27,11 +27,9 @@ _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 
 
 def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
-    """Check that a tiny model, sharded as the foundation will be, has the logits and gradients of the whole one.
+    """Raise UserError unless a tiny model, sharded as the foundation will be, has the whole one's logits and gradients.
 
-    Every tensor parallel rank takes part. Only the class and config of ``foundation`` are used. ``styles``: name in the
-    omni model -> style; modules outside of the foundation are not tried. Raises UserError: the sharded model does not
-    run, or its results differ; the message has the first difference.
+    Every tensor parallel rank takes part. Only the class and config of ``foundation`` are used, and only styles in it.
     """
     if problem := _tried(foundation, styles, state, divide=False)[0]:
         raise UserError(

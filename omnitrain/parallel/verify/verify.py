@@ -91,7 +91,7 @@ class VerifyReport:
 
     rows: tuple[VerifyRow, ...]
     parameters: int  # of the verified model
-    size: str = ""
+    size: str = ""  # of that model in words, with the reductions if the full model is too large for this machine
 
     @property
     def ok(self) -> bool:

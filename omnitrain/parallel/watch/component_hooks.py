@@ -15,12 +15,10 @@ from omnitrain.torch_private import tree_leaves
 
 
 def follow_components(model: Any, note: Callable[[str], object]) -> list[RemovableHandle]:
-    """Call ``note(component)`` when the forward or the backward of a component begins.
+    """Call ``note(component)``, which must not wait, when the forward or the backward of a component begins.
 
     The hooks are on the largest modules with parameters of only one component, and on their direct children, because
     methods of a component may call the children one by one. Blocks get no hooks, because they may be compiled.
-
-    ``model`` is an :class:`omnitrain.models.omni.model.OmniModel`; ``note`` must not wait for a device.
     """
     return [hook for module, name in component_modules(model) for hook in _follow(module, name, note)]
 

@@ -95,9 +95,7 @@ class Action(NamedTuple):
     def parse(text: str) -> Action:
         """Read an action: ``3B1``, ``0RECV_B2<1``, ``1UNSHARD``, ``(3F2;5B1)OVERLAP_F_B``, ``ENCODE0@vision``.
 
-        The text of forwards, backwards and overlaps is that of ``torch.distributed.pipelining``.
-
-        Raises ScheduleError: the text is not an action.
+        Forwards, backwards and overlaps are written as by ``torch.distributed.pipelining``; others are a ScheduleError.
         """
         if overlap := _OVERLAP.fullmatch(text.strip()):
             return Action(Kind.OVERLAP_F_B, parts=tuple(map(Action.parse, overlap.groups())))

@@ -1,9 +1,11 @@
-"""Show a schedule as a grid of steps, and a simulated step as a Gantt chart in text or as JSON."""
+"""Show the graph of a step, its schedule as a grid, and a simulated step as a Gantt chart in text or as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, Timeline, simulate
 
@@ -34,6 +36,31 @@ def grid(schedule: Schedule, *, width: int | None = None) -> str:
         lines = (" ".join(row.get(step, "").ljust(cell) for step in steps) for row in rows)
         parts.append("".join(f"{head} | {line}".rstrip() + "\n" for head, line in zip(heads, lines, strict=True)))
     return "\n".join(parts)
+
+
+def graph(topology: Topology, schedule: Schedule) -> str:
+    """Return the nodes and edges of a step as text, with the actions of micro-batch 0.
+
+    A node stands below the one that reads its features, at the end of their edge. ``schedule``: of all components.
+    """
+    facts = {row["component"]: row for row in topology.facts()}
+    roots = [name for name, row in facts.items() if not row["features go to"]]
+    return "".join(f"{line}\n" for root in roots for line in _subtree(root, facts, schedule))
+
+
+def _subtree(name: str, facts: Mapping[str, Mapping[str, str]], schedule: Schedule) -> Iterator[str]:
+    """Yield the lines of a node and of those below it."""
+    row, below = facts[name], [other for other in facts if facts[other]["features go to"] == name]
+    yield f"{name}: rank{'s' * (' ' in row['ranks'])} {row['ranks']} of {row['section']}"
+    for of_row, actions in zip(row_names(schedule), schedule.actions, strict=True):
+        parts = [part for action in actions for part in action.parts or (action,)]
+        own = [str(part).partition("@")[0] for part in parts if part.component == name and part.micro_batch == 0]
+        if own:
+            yield f"{'│' if below else ' '}  {' '.join(of_row.split())}: {' '.join(own)}"
+    for node in below:
+        first, *others = _subtree(node, facts, schedule)
+        yield f"{'└' if node == below[-1] else '├'}─ {facts[node]['by']} ─ {first}"
+        yield from (f"{' ' if node == below[-1] else '│'}  {line}" for line in others)
 
 
 def row_names(schedule: Schedule) -> list[str]:
@@ -88,7 +115,7 @@ def _cell(action: Action, schedule: Schedule) -> str:
 
 
 def _bars(events: list[Event], timeline: Timeline, width: int) -> str:
-    """Draw each event from the column of its start to that of its end, its name first if there is room."""
+    """Draw each event from its first column to its last, its name first if there is room."""
     line = [_IDLE] * width
     for event in events:
         start, stop = (round(width * float(time / timeline.makespan)) for time in (event.start, event.end))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from omnitrain.plan.placement import Placement
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, simulate
 
@@ -21,16 +22,20 @@ class EncoderWindows(NamedTuple):
     is_trained: bool  # whether it has a backward
 
 
+def encoder_windows(placements: Iterable[Placement], num_micro_batches: int) -> tuple[EncoderWindows, ...]:
+    """Return the windows of a step, for each of the components that actions of all pipeline ranks encode."""
+    encoded = [placement for placement in placements if placement.edge == "exchange"]
+    return tuple(EncoderWindows(p.name, p.window or num_micro_batches, p.is_trained) for p in encoded)
+
+
 def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Schedule:
     """Return a schedule with ``ENCODE``, ``EXCHANGE`` and ``ENCODE_B`` for each window of each component.
 
     These are collectives over all pipeline ranks. A window is encoded when the first stage needs the features of its
     first micro-batch, and its backward comes when the first stage has the gradients of its last one: each rank runs
     them before its first action that starts later than that, if a backward takes twice as long as a forward. What they
-    need has then started earlier on every rank, so no rank waits in a circle.
-
-    ``schedule``: forwards and backwards only (:mod:`~omnitrain.plan.schedule.generators`). ``encoders``: the
-    components, in the order in which they encode; their backwards come in the opposite order.
+    need has then started earlier on every rank, so no rank waits in a circle. ``encoders`` encode in order; their
+    backwards come in the opposite order.
     """
     if not encoders or not schedule.num_micro_batches:
         return schedule

@@ -48,11 +48,10 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 def one_f_one_b(num_ranks: int, num_micro_batches: int, *, extra_warm_up: int = 0, overlap: bool = False) -> Schedule:
     """One forward, one backward in turn (Narayanan et al. 2019). Rank r keeps at most p - r activations.
 
-    ``num_ranks``: number of pipeline ranks. ``num_micro_batches``: number of micro-batches. ``extra_warm_up``: forwards
-    that each rank does more than needed before its first backward. ``overlap``: whether a forward and the backward that
-    follows it are one ``OVERLAP_F_B``. The two must not need each other, and a result leaves at the end of its pair. So
-    each rank does ``2 (p - r - 1) + 1`` forwards before its first pair, as in interleaved 1F1B, and rank r keeps at
-    most 2 (p - r) activations.
+    ``extra_warm_up``: forwards that each rank does more than needed before its first backward. ``overlap``: whether a
+    forward and the backward that follows it are one ``OVERLAP_F_B``. The two must not need each other, and a result
+    leaves at the end of its pair. So each rank does ``2 (p - r - 1) + 1`` forwards before its first pair, as in
+    interleaved 1F1B, and rank r keeps at most 2 (p - r) activations.
     """
     warm_ups = [(1 + overlap) * (num_ranks - rank - 1) + extra_warm_up for rank in range(num_ranks)]
     return _alternating(num_ranks, 1, num_micro_batches, num_micro_batches, warm_ups, overlap)
@@ -69,14 +68,9 @@ def interleaved(
 ) -> Schedule:
     """Interleaved 1F1B (Narayanan et al. 2021): each rank has several stages and runs groups of micro-batches in turn.
 
-    Args:
-        num_ranks: number of pipeline ranks.
-        num_chunks: number of stages on each rank.
-        num_micro_batches: number of micro-batches, not necessarily a multiple of the group size.
-        group_size: least number of micro-batches that a rank runs through one stage before it goes on to its next
-            stage; at least ``num_ranks``, which is the default. Groups are as equal as possible.
-        extra_warm_up: see :func:`one_f_one_b`.
-        overlap: see :func:`one_f_one_b`; each rank does one more forward before its first backward.
+    ``group_size``: least number of micro-batches, by default and at least ``num_ranks``, that a rank runs through one
+    stage before it goes on to its next one; groups are as equal as possible. Others: see :func:`one_f_one_b`; with
+    ``overlap`` each rank does one more forward before its first backward.
     """
     if group_size is not None and group_size < num_ranks:
         raise ScheduleError(

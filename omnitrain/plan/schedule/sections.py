@@ -92,11 +92,7 @@ def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindow
 
 
 def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[Sequence[_Pass]]) -> list[_Turn]:
-    """The turns of all windows that have items, in the order in which they begin.
-
-    ``events``: of the first stage. ``readers``: what each section that reads the features encodes; all of them use
-    windows in the order of the first stage.
-    """
+    """The turns of all windows that have items, in the order in which they begin on the first stage and its readers."""
     first, last = uses_of_windows([event.action for event in events], section.size)
     begins = {window: events[index].start for window, index in first.items()}
     ends = {window: events[index].end for window, index in last.items()}

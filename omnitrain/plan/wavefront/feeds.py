@@ -38,13 +38,9 @@ class Feeder:
 class Wavefront:
     """Samples of a step, the lanes that train on them, and the feeders that encode for the lanes.
 
-    A lane is one data-parallel rank of the critical section. It runs the forward and the backward of a sample, then
-    the next sample; a sample begins when all of its features are there. A feeder begins the next forward as soon
-    as slots and ``in_flight`` allow, otherwise the backward that became possible first.
-
-    Raises:
-        ValueError: lengths that differ, slots or ``in_flight`` below 1; coupled lanes with unequal numbers of samples,
-            or with a feeder that cannot keep a sample of each of its lanes, for which they would wait for ever.
+    A lane is one data-parallel rank of the critical section. It runs the forward and the backward of a sample, then the
+    next sample; a sample begins when all of its features are there. A feeder begins the next forward as soon as slots
+    and ``in_flight`` allow, otherwise the backward that became possible first.
     """
 
     work: Sequence[float]  # ``[samples]`` seconds of forward and backward in the critical section

@@ -22,7 +22,7 @@ _EXACT = 1 + 1e-9
 def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     """Return an order of all samples of a step that makes it short.
 
-    Seeds come first. Then, of a step with few samples, come all orders; of others, the best one changes step by step
+    Seeds come first. If the step has few samples, all orders follow. Otherwise the best order changes step by step
     while it does not become longer. The lower bound ends the search. The result is the same on all ranks and machines:
     the search also ends after ``budget`` simulated samples in all, not after a time.
     """
@@ -106,8 +106,8 @@ def fitted(wave: Wavefront, random: Random) -> list[int]:
     """Choose the next sample again and again, for a feeder that keeps as few samples as the strictest one.
 
     From its forward to its backward, a sample occupies one of the few places. So no place should wait: of a few samples
-    that are drawn, the chosen one comes back from its lane when the fewest others do. And places must have work until
-    the end: lanes with more work left go before others that would be free a little earlier.
+    that are drawn, choose the one that comes back from its lane when the fewest other samples do. And places must have
+    work until the end: a lane with more work left goes before a lane that would be free a little earlier.
     """
     forward, backward = wave.loads
     spans = [sum(seconds) for seconds in zip(forward, wave.work, backward, strict=True)]

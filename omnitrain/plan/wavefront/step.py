@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from omnitrain.plan.placement import Topology
-from omnitrain.plan.radix_sort import stable_order
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.wavefront.deal import deal
@@ -21,18 +20,13 @@ LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 
 
 class SectionLimits(NamedTuple):
-    """What the order needs of a section.
+    """What the order needs of a section."""
 
-    ``components`` are its encoders, whose items of a micro-batch ``num_ranks`` divide. The features of ``slots``
-    micro-batches may wait, and the activations of ``in_flight`` may be kept; None: any number. ``encode_twice``:
-    backwards repeat their forwards.
-    """
-
-    components: tuple[str, ...]
-    num_ranks: int
-    slots: int
-    in_flight: int | None
-    encode_twice: bool
+    components: tuple[str, ...]  # its encoders
+    num_ranks: int  # they divide the items of a micro-batch
+    slots: int  # of how many micro-batches features may wait
+    in_flight: int | None  # of how many activations may be kept; None: any number
+    encode_twice: bool  # backwards repeat their forwards
 
 
 class Drawn(NamedTuple):
@@ -111,7 +105,7 @@ def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -
     drawn_in, medium = np.divmod(tables.slot, num_media)
     runner, place = np.divmod(runs[np.searchsorted(owners, tables.owner), drawn_in], number)
     owner, slot = owners[runner], place * num_media + medium
-    order = stable_order(owner, slot)
+    order = np.lexsort((slot, owner))
     return StepTables(
         num_drawn=tables.num_drawn,
         counts=counts,

@@ -78,8 +78,8 @@ def launch(arguments: Sequence[str], nproc: int, *, stop_seconds: float, places:
 
     Rank 0 prints to this terminal. Of the other ranks only stderr is shown, with the rank before each line. The
     launcher forwards signals to the ranks. When a rank fails, it ends the others within seconds, and ``stop_seconds``
-    after a signal it kills them. ``places`` are those of the ranks among the places of this machine, such as CUDA
-    devices. None: the first ones. Returns the exit code that a single process would have: 0; 2 if a rank printed a user
+    after a signal it kills them. ``places``: for each rank its place on this machine, such as the index of a CUDA
+    device. None: the first ones. Returns the exit code that a single process would have: 0; 2 if a rank printed a user
     error; 143 if SIGTERM ended the ranks, 130 if another signal did. Raises UserError: this process is already a rank;
     RanksLostError: a rank was killed, and nobody asked the run to end; TrainingError: a rank failed, was killed, or did
     not stop in time; the message names it and its exit code.

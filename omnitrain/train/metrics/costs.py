@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +15,7 @@ WAIT_FOR_DATA = f"{LABEL}wait for data"
 ATTENTION = f"{LABEL}attention"
 _BACKWARD = "autograd::engine::evaluate_function"
 
-FORWARD, BACKWARD, AGAIN = "forward", "backward", "again"
+_PASSES = FORWARD, BACKWARD, AGAIN = "forward", "backward", "again"  # computed again by a backward
 
 # Words for communication -> parts of the names of its records.
 _COMMUNICATION = {
@@ -34,35 +33,22 @@ _AS_THEY_ARE = (OPTIMIZER, HEAD, WAIT_FOR_DATA.removeprefix(LABEL), ATTENTION.re
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "addmm_", "baddbmm_", "einsum")
 
 
-@dataclass
-class Cost:
-    """Seconds that one thing cost in all profiled steps, by pass; `again`: what a backward computed again."""
-
-    name: str
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-
-    @property
-    def total(self) -> float:
-        """Seconds of all passes."""
-        return sum(self.seconds.values())
-
-
 @dataclass(frozen=True)
 class Costs:
     """Costs of profiled steps of ``seconds``, the largest first: times of the device's kernels, or of the host."""
 
-    rows: Sequence[Cost]
+    rows: Mapping[str, Mapping[str, float]]  # what cost something -> pass -> seconds
     seconds: float
     is_of_device: bool
 
     def share(self, *names: str) -> float:
         """Return the share of the steps' time that all things cost whose name has one of these parts."""
-        found = (row.total for row in self.rows if any(name in row.name for name in names))
+        found = (sum(row.values()) for of, row in self.rows.items() if any(name in of for name in names))
         return sum(found) / self.seconds
 
     def again(self) -> float:
         """Return the share of what backwards computed again."""
-        return sum(row.seconds.get(AGAIN, 0.0) for row in self.rows) / self.seconds
+        return sum(row.get(AGAIN, 0.0) for row in self.rows.values()) / self.seconds
 
 
 def costs_of(events: Iterable[FunctionEvent]) -> Costs:
@@ -77,16 +63,15 @@ def costs_of(events: Iterable[FunctionEvent]) -> Costs:
     assert steps, "a profile without steps"
     seconds = sum(event.time_range.elapsed_us() for event in steps) / 1e6
     is_of_device = any(event.self_device_time_total for event in events)
-    rows: dict[str, Cost] = {}
+    rows: dict[str, dict[str, float]] = {}
     for event, part, phase in _placed(events):
         spent = event.self_device_time_total if is_of_device else event.self_cpu_time_total
         if spent > 0 and (is_of_device or event.thread == steps[0].thread):
-            name = _in_words(event.name, part)
-            rows.setdefault(name, Cost(name)).seconds[phase] += spent / 1e6
+            row = rows.setdefault(_in_words(event.name, part), {})
+            row[phase] = row.get(phase, 0.0) + spent / 1e6
     if is_of_device:
-        busy = sum(row.total for row in rows.values())
-        rows[IDLE] = Cost(IDLE, {FORWARD: max(0.0, seconds - busy)})
-    return Costs(sorted(rows.values(), key=lambda row: -row.total), seconds, is_of_device)
+        rows[IDLE] = {FORWARD: max(0.0, seconds - sum(sum(row.values()) for row in rows.values()))}
+    return Costs(dict(sorted(rows.items(), key=lambda row: -sum(row[1].values()))), seconds, is_of_device)
 
 
 def _placed(events: Iterable[FunctionEvent]) -> Iterator[tuple[FunctionEvent, str, str]]:
@@ -144,9 +129,20 @@ class Facts:
     imbalance: Mapping[str, float]  # encoder -> cost on the busiest rank divided by the mean
 
 
-def advice(costs: Costs, facts: Facts) -> list[str]:
-    """Return what to try, one line each; only where the figures say that it matters."""
-    return [*_within_a_rank(costs, facts), *_between_ranks(costs, facts), *_of_a_step(costs, facts)]
+def advice(costs: Costs, facts: Facts) -> Iterator[str]:
+    """Yield what to try, one line each; only where the figures say that it matters."""
+    yield from _within_a_rank(costs, facts)
+    yield from _between_ranks(costs, facts)
+    if (share := costs.share(OPTIMIZER)) >= 0.15:
+        yield (
+            f"the optimizer takes {share:.0%}: train.packs_per_step={2 * facts.packs_per_step} updates once for twice "
+            "as many packs"
+        )
+    if facts.fill < 0.85:
+        yield (
+            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
+            "epoch has few rows for each of the train.packs_per_step packs, since no pack has rows of two epochs"
+        )
 
 
 def _within_a_rank(costs: Costs, facts: Facts) -> Iterator[str]:
@@ -189,32 +185,17 @@ def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
             )
 
 
-def _of_a_step(costs: Costs, facts: Facts) -> Iterator[str]:
-    if (share := costs.share(OPTIMIZER)) >= 0.15:
-        yield (
-            f"the optimizer takes {share:.0%}: train.packs_per_step={2 * facts.packs_per_step} updates once for twice "
-            "as many packs"
-        )
-    if facts.fill < 0.85:
-        yield (
-            f"packs are {facts.fill:.0%} full: a larger data.packing_buffer finds samples that fit better, unless an "
-            "epoch has few rows for each of the train.packs_per_step packs, since no pack has rows of two epochs"
-        )
-
-
 def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:
     """Return the ``most`` expensive things, and all others in one row, with their share of the time of ``steps``."""
     of = "kernels on the device; communication may overlap" if costs.is_of_device else "time of the training thread"
     table = Table(title=f"What a step costs ({of})", title_justify="left")
     table.add_column("", overflow="fold")
-    for column in ("share", "ms", FORWARD, BACKWARD, "again"):
+    for column in ("share", "ms", *_PASSES):
         table.add_column(column, justify="right", no_wrap=True)
-    others = Cost("everything else")
-    for row in costs.rows[most:]:
-        for phase, seconds in row.seconds.items():
-            others.seconds[phase] += seconds
-    for row in [*costs.rows[:most], *([others] if costs.rows[most:] else [])]:
-        phases = (row.seconds.get(phase, 0.0) for phase in (FORWARD, BACKWARD, AGAIN))
+    rows = list(costs.rows.items())
+    others = {phase: sum(row.get(phase, 0.0) for _, row in rows[most:]) for phase in _PASSES}
+    for name, row in [*rows[:most], *([("everything else", others)] if rows[most:] else [])]:
+        total, phases = sum(row.values()), (row.get(phase, 0.0) for phase in _PASSES)
         figures = [f"{1e3 * seconds / steps:.1f}" if seconds else "" for seconds in phases]
-        table.add_row(row.name, f"{row.total / costs.seconds:.1%}", f"{1e3 * row.total / steps:.1f}", *figures)
+        table.add_row(name, f"{total / costs.seconds:.1%}", f"{1e3 * total / steps:.1f}", *figures)
     return table

@@ -59,9 +59,7 @@ class EncoderTimes:
 class StepSpans:
     """Records steps that are traced and, if ranks exchange anything, steps for which a line of metrics is written.
 
-    ``recorder``: is on during these steps. ``last``: the last recorded step. ``data_waited``: seconds for which this
-    rank waited for the packs of the next step to record. ``model``: the model, sharded or in one process. ``device``:
-    device of this rank. ``recipe``: recipe with the steps to record. ``folder``: folder for traces.
+    ``data_waited``: seconds for which this rank waited for the packs of the next step to record.
     """
 
     def __init__(self, model: OmniModel, device: torch.device, recipe: Recipe, folder: Path) -> None:

@@ -137,11 +137,10 @@ class Saver:
             self._in_background = False
 
     def save(self, state: TrainingState, line: Mapping[str, Any] | None, *, waits: bool) -> None:
-        """Write the checkpoint of ``state.step``, atomically, after the checkpoint that was begun.
+        """Write the checkpoint of ``state.step``, atomically, after the one that was begun, or raise TrainingError.
 
-        ``state``: state of the run. Only the first rank, which writes it, needs its data. ``line``: the line of
-        ``metrics.jsonl`` of that step. None: there is none. ``waits``: return when it is written. Otherwise, if that is
-        possible, as soon as what it needs is copied. Raises TrainingError: it, or the one before, cannot be written.
+        Only the first rank needs the data of the state, and the line of ``metrics.jsonl`` of that step. ``waits``:
+        return when it is written, else as soon as what it needs is copied.
         """
         self.finish()
         snapshot = self._snapshot(state, line)

@@ -112,13 +112,11 @@ def what_was_cut(answer: Answer, max_new_tokens: int) -> str | None:
 def answer_file(
     answerer: Answerer, prompts: Path, answers: Path, batch_size: int, notify: Callable[[int, int], Any]
 ) -> int:
-    """Answer every prompt of a file, and write a line for each, batch by batch.
+    """Answer every prompt of a file, and write a line for each, batch by batch; return how many have no answer.
 
     A line has the ``id`` of its prompt, the ``answer`` (its texts, joined), its ``parts`` (texts, and paths of written
-    media), and whether it ``is_finished``; or an ``error``. ``answerer``: the model. ``prompts``: see
-    :func:`prompts_of`. ``answers``: JSON Lines file to write, with its folder; replaced if it exists. ``batch_size``:
-    number of prompts to answer at once. ``notify``: called after each batch with the number of prompts that are done,
-    and of all. Returns the number of prompts without an answer.
+    media), and whether it ``is_finished``; or an ``error``. ``notify`` gets the number of prompts that are done, and of
+    all.
     """
     rows = prompts_of(prompts)
     answers.parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +139,10 @@ def answer_file(
 
 
 def prompts_of(file: Path) -> list[Row]:
-    """Read the prompts of a file: rows as of a data set, or lines with ``prompt``, and with files of media.
+    """Read the prompts of a file: JSON Lines or parquet with ``messages``, as data sets are, or JSON Lines with texts.
 
-    ``file``: JSON Lines or parquet, as data sets are (:class:`DataSource`), with ``messages``; or JSON Lines whose
-    objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths). Raises
-    DataError: a line is neither.
+    Such objects have a text ``prompt``, and perhaps an ``id``, and ``images``, ``audios`` and ``videos`` (paths).
+    Raises DataError: a line is neither.
     """
     has_lines = file.suffix == ".jsonl" and file.is_file()
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()] if has_lines else []

@@ -51,9 +51,8 @@ class Conversation:
 def chat(answerer: Answerer, read: Callable[[str], str], say: Callable[[str | Path], Any]) -> None:
     """Talk until the user ends it.
 
-    Ctrl-C ends an answer that takes too long, and the conversation goes on without that question. ``answerer``: the
-    model. ``read``: prints a prompt, and returns the line that the user types; raises ``EOFError`` at the end of the
-    input. ``say``: prints a line.
+    Ctrl-C ends an answer that takes too long, and the conversation goes on without that question. ``read`` raises
+    ``EOFError`` at the end of the input.
     """
     conversation, files = Conversation(), _no_files()
     say(HELP)

@@ -62,12 +62,10 @@ from omnitrain.train.useless_keys import require_effect
 
 
 def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: bool = False) -> list[str]:
-    """Build the model without weights, open the data, prepare one row of every source, and print the results.
+    """Build the model without weights, open the data, prepare one row of every source, and return messages of problems.
 
     Weight files are compared with the model by name and shape. Every component runs once, on tensors without content.
-    ``recipe``: the recipe. ``num_ranks``: number of ranks of the run. None: a number that the plan fits.
-    ``one_machine``: more ranks than this machine has devices are a problem, not ranks of several machines. Returns one
-    message per problem.
+    ``num_ranks`` None: a number that the plan fits. ``one_machine``: more ranks than devices are a problem.
     """
     quiet_libraries()
     problems = _Problems()

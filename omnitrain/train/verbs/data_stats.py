@@ -24,10 +24,9 @@ _MOST_PACKS = 200  # that are filled to find the fill
 def data_stats(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, rows: int = 2000) -> DataStats:
     """Measure the training data of a recipe: lengths, modalities, rejected rows, epochs, expected fill.
 
-    Rows are prepared as in training, media included, but no weights are read. ``recipe``: the recipe, a YAML file, or
-    the name of a shipped recipe. ``overrides``: overrides such as ``data.pack_tokens=512``, for a file or a name.
-    ``rows``: rows of each data set to measure. Of a larger one, so many are drawn at random, always the same ones.
-    Raises UserError: the recipe, its model or its data cannot be used.
+    Rows are prepared as in training, media included, but no weights are read. ``recipe`` is one, or a file or name,
+    with ``overrides`` such as ``data.pack_tokens=512``. Of a larger data set ``rows`` are drawn at random, always the
+    same ones. Raises UserError: the recipe, its model or its data cannot be used.
     """
     if rows < 1:
         raise UserError(f"rows: found {rows}; expected a number above 0")

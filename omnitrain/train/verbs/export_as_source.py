@@ -31,10 +31,9 @@ def export_as_source(
 ) -> str:
     """Write the files of the source, with the weights, the vocabulary and the end token of the model.
 
-    ``model``: the foundation, whole. Of a model with several stages, its part. ``processor``: where it writes other
-    files than the processor of the source, these are written. ``matched``: the weights of ``model``. ``folder``: does
-    not exist, or is empty. ``dtype``: of the model's floating-point weights, except those that stay fp32; None: those
-    of the source. Returns the rest of a sentence: about quantization, and tensors that were copied.
+    ``model``: the foundation, or its part with the weights ``matched``. Files of a processor come from that of the
+    model if it writes others. ``dtype`` None: that of the source. Returns the rest of a sentence: about quantization,
+    and tensors that were copied.
     """
     folder.mkdir(parents=True, exist_ok=True)
     source = matched.source.folder

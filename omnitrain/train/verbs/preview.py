@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from omnitrain.data.loading.loader import StepLoader, build_dataloader
+from omnitrain.data.loading.loader import StepLoader
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.unread import unread_notes
@@ -16,7 +16,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.report.data.pack_view import view_pack, view_rejected
 from omnitrain.report.data.preview import DataPreview
 from omnitrain.train.build_from_recipe import build_from_recipe
-from omnitrain.train.epochs import in_steps
+from omnitrain.train.epochs import in_steps, loader_of
 from omnitrain.train.metrics.display import quiet_libraries
 
 
@@ -24,15 +24,14 @@ def preview(recipe: Recipe | str | Path, overrides: Sequence[str] = (), *, packs
     """Return the first packs of a recipe's run, and the rows that were rejected while they were made.
 
     The result prints as text, is shown as HTML in a notebook, and writes a page with ``save``. No weights are read.
-    ``recipe``: the recipe, a YAML file, or the name of a shipped recipe. ``overrides``: overrides such as
-    ``data.pack_tokens=512``, for a file or a name. ``packs``: number of packs. Raises UserError: the recipe, its model
-    or its data cannot be used.
+    ``recipe`` is one, or a file or name, with ``overrides`` such as ``data.pack_tokens=512``. Raises UserError: the
+    recipe, its model or its data cannot be used.
     """
     if packs < 1:
         raise UserError(f"packs: found {packs}; expected a number above 0")
     resolved, name = recipe_and_name(recipe, overrides)
     model, processor = model_without_weights(resolved)
-    loader = loader_of(resolved, model, processor)
+    loader = loader_of(resolved, model, processor, resolved.train.packs_per_step)
     drawn: list[Pack] = []
     for step in loader:
         drawn += step
@@ -60,20 +59,6 @@ def model_without_weights(recipe: Recipe) -> tuple[OmniModel, OmniProcessor]:
     """Build the model of a recipe with shapes only, and the processor of its rows."""
     quiet_libraries()
     return build_from_recipe(recipe, init_device="meta")
-
-
-def loader_of(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> StepLoader:
-    """Return the loader of a recipe's steps, in this process and for one rank."""
-    contract = model.runner.contract
-    return build_dataloader(
-        recipe.data.model_copy(update={"workers": 0}),
-        processor,
-        seed=recipe.train.seed,
-        alone=not contract.packs,
-        without_tails=contract.without_tails,
-        slots=recipe.train.packs_per_step,
-        media_names=model.media_names,
-    )
 
 
 def _row(loader: StepLoader, index: int) -> Row:

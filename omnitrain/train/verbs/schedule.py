@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import section_text
-from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
 from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
@@ -20,8 +20,8 @@ from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.draw import as_json, gantt, grid, row_names
-from omnitrain.plan.schedule.generators import accumulate
+from omnitrain.plan.schedule.draw import as_json, gantt, graph, grid, row_names
+from omnitrain.plan.schedule.encoders import EncoderWindows, encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import Timeline, simulate
 from omnitrain.plan.schedule.validate import validate
@@ -55,6 +55,10 @@ class _Times:
     stages: Mapping[tuple[Kind, int], float]
     encodes: Mapping[str, float]
     twice: frozenset[str]
+
+    def encoding(self, component: str, window: int) -> float:
+        """Return the seconds in which a section encodes a window."""
+        return self.encodes[component]
 
     def __call__(self, action: Action) -> float:
         """Return the seconds of an action; messages take none."""
@@ -115,11 +119,9 @@ class _Planned:
         stages = stages_of(self.model, self.settings, self.state)
         return _stage_rows(self.model, stages, self.topology.names("exchange"), self.topology.names("message"))
 
-    def main(self) -> Schedule:
+    def main(self, encoders: tuple[EncoderWindows, ...] = ()) -> Schedule:
         """The schedule of the ranks that read packs."""
-        if not self.has_pipeline:
-            return accumulate(self.number)
-        return complete_schedule(self.settings, self.state.size("pp"), self.number)
+        return schedule_of_plan(self.plans[FOUNDATION], self.number, encoders)
 
 
 def show_schedule(
@@ -130,7 +132,7 @@ def show_schedule(
     backward: float | None = None,
     encode: float | None = None,
 ) -> dict[str, Any]:
-    """Print the stages of a recipe's pipeline, where its components run, and its simulated step; return them for JSON.
+    """Print the stages of a recipe's pipeline, the graph of a step, and its simulation; return them for JSON.
 
     The time of a stage follows from its cost, the number of its active parameters per token. A backward takes twice as
     long as a forward, unless both are given. Messages take no time, and encoders that run on all pipeline ranks are not
@@ -152,11 +154,16 @@ def show_schedule(
     shares = [row.share for row in rows] or [1.0]
     times = _Times(_durations(shares, forward, backward), planned.encodes(forward, encode), planned.encoded_twice)
     windows = [_windows(recipe.parallel, planned.plans, name, planned.number) for name in planned.sections]
-    schedule = with_sections(main, windows, times, lambda component, _: times.encodes[component])
+    schedule = with_sections(main, windows, times, times.encoding)
     validate(schedule)
     timeline = simulate(schedule, times)
     equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
     _show_plan(planned, schedule, rows)
+    whole = planned.main(encoder_windows(planned.topology.components, planned.number))
+    console.print("Graph of a step, with the actions of micro-batch 0")
+    console.print(
+        graph(planned.topology, with_sections(whole, windows, times, times.encoding)), soft_wrap=True, markup=False
+    )
     console.print(grid(schedule, width=console.width), soft_wrap=True, markup=False)
     margin = _GANTT_MARGIN + max(len(name) for name in row_names(schedule))
     console.print(gantt(timeline, width=max(20, console.width - margin)), soft_wrap=True, markup=False)

@@ -121,6 +121,24 @@ def test_a_state_continues_after_its_step_on_other_ranks(make: Any, done: int) -
     assert found == whole[done:]
 
 
+class Prepared(IterableDataset):
+    """Two samples of text, the same in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from tiny_samples(tiny_processor(tiny_model()), 2, ["text"])
+
+
+def test_the_seed_of_noise_follows_the_seed_of_the_loader_and_the_epoch_of_a_stream() -> None:
+    def seeds(rows: Any, seed: int) -> list[set[int | None]]:
+        loader = loader_of(rows, micro_batch_size=2, global_batch_size=2, seed=seed, max_tokens=99)
+        return [{one.seed for step in loader for batch in step for one in batch} for _ in range(2)]
+
+    rows = list(Prepared())
+    assert seeds(rows, 0) == [{0}, {0}] and seeds(rows, 1) == [{1}, {1}]  # the index of a row goes on over epochs
+    of_stream = [*seeds(Prepared(), 0), *seeds(Prepared(), 1)]
+    assert len(set.union(*of_stream)) == 4
+
+
 def test_iterating_again_goes_on_where_the_loop_was_left() -> None:
     loader = loader_of(ROWS)
     first = list(islice(loader, 1))

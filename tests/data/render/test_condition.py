@@ -12,9 +12,8 @@ import pytest
 import omnitrain as ot
 from omnitrain.data.loading.row_processes import PreparedRows
 from omnitrain.data.packing.sample import Sample
-from omnitrain.data.render.condition import CONDITION, dropped_kinds
 from omnitrain.data.render.native import NativeInputs
-from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.processor import CONDITION, OmniProcessor, dropped_kinds
 from omnitrain.data.sources.rows import Row
 from omnitrain.recipe import ChatFormat
 from omnitrain.recipe.data import ConditionDropout

@@ -129,6 +129,7 @@ def test_a_tower_that_mixes_images_encodes_one_sample_at_a_time() -> None:
     assert facts(contract, "gradients").startswith("passed")
 
 
+@pytest.mark.second
 def test_images_in_one_strip_are_encoded_item_by_item_and_so_can_be_packed() -> None:
     tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 8, "num_attention_heads": 2}
     config = AutoConfig.for_model(

@@ -17,7 +17,8 @@ FLOW: dict[str, Any] = {
     "image_size": 8,
     "flow": {"width": 32, "depth": 2, "num_steps": 4},
 }
-DECODERS = {"flow head": FLOW}
+CONTEXT = {"tokenizer": {"config": PATCHES}, "image_size": 8, "flow": {"kind": "in_context", "num_steps": 3}}
+DECODERS = {"flow head": FLOW, "in context": CONTEXT}
 PLACES = ("", "group", "world")
 MEMORY = ("", "recompute")
 LAYOUTS = ("dp2", "tp2", "sp2", "cp2", "pp2.accum2", "dp2.ep2", "vision1+dp2")
@@ -25,7 +26,7 @@ TASKS = ("text_to_image", "image_to_text", "image_to_speech", "text", "text_to_i
 
 
 class Case(NamedTuple):
-    """A decoder of images under a layout, beside one of sound in codes; the empty word leaves a field unset.
+    """A case: a decoder of images and one of sound in codes, under a layout; an empty field is unset.
 
     Attributes:
         decoder: how it writes.

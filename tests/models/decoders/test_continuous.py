@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
+from statistics import mode
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from omnitrain.data.packing.sample import SEEDS, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token, to_tensors
+from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.noise import normals, uniforms
@@ -25,9 +30,10 @@ from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import Sampling
 from tests.covering import pairs
+from tests.families import FAMILIES
 from tests.models.decoders.continuous import DECODERS, DEFAULT, FLOW, POSSIBLE, TABLE, Case, build, factory, samples
-from tests.parallel.laid_out import total
-from tests.tiny import tiny_model, tiny_processor, tiny_row
+from tests.parallel.laid_out import equals_one_sample_at_a_time, total
+from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_row
 
 GUIDED = {"image_decoder": Sampling(guidance=3.0)}
 TOKENS = 9
@@ -65,38 +71,33 @@ def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, cases: l
     require_equal(ranks, cases)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_mixed_precision_trains_within_its_rounding(ranks: RankPool, decoder: str) -> None:
+    require_equal(ranks, [Case(decoder, layout, "", "") for layout in ("dp2.bf16", "sp2.bf16", "dp2.bf16_param")])
+
+
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> None:
     model = build(decoder)
     some = samples(model)
-
-    def gradients(packs: list[list[Sample]]) -> tuple[float, dict[str, torch.Tensor]]:
-        model.zero_grad()
-        loss = torch.stack([total(model(Pack.from_samples(pack))) for pack in packs]).sum()
-        loss.backward()
-        return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    (together, found), (apart, expected) = gradients([some]), gradients([[sample] for sample in some])
-    assert together == pytest.approx(apart, rel=1e-5) and "image_decoder.embedding.weight" in found
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+    assert "image_decoder.embedding.weight" in equals_one_sample_at_a_time(model, some)
 
 
 def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
-    """Prompts, all of which the model answers with an image and then text: what it begins with starts one."""
+    """Prompts, some of which the model answers with an image and then text, and some with text alone."""
     model = build(decoder)
     model.config.condition_dropout = True
     processor = tiny_processor(model)
-    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(4)]
-    drawn = {answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)}
-    (start,) = drawn
-    processor.start_tokens = {"image": start, "audio": 5}
+    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(6)]
+    drawn = [answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)]
+    processor.start_tokens = {"image": mode(drawn), "audio": 5}
     return model, processor, prompts
 
 
 def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
     def modes(of: Sequence[Answer]) -> list[list[str]]:
-        return [[mode for mode, _ in answer.tokens] for answer in of]
+        return [[one for one, _ in answer.tokens] for answer in of]
 
     def values(of: Sequence[Answer]) -> list[Token]:
         return [number for answer in of for _, token in answer.tokens for number in np.atleast_1d(token)]
@@ -113,8 +114,8 @@ def test_a_batch_writes_what_each_prompt_alone_writes_with_and_without_cache(
     model, processor, prompts = prompted(decoder)
     options = {"max_new_tokens": TOKENS, "sampling": sampling}
     together = generate(model, processor, prompts, **options)
-    assert all(isinstance(answer.parts[0], Image.Image) for answer in together)
-    assert len({answer.parts[0].tobytes() for answer in together}) == len(prompts)
+    images = [part.tobytes() for answer in together for part in answer.parts if isinstance(part, Image.Image)]
+    assert len(set(images)) == len(images) >= 2
     for number, prompt in enumerate(prompts):
         assert_same(generate(model, processor, [prompt], numbers=[number], **options), [together[number]])
     assert_same(generate(model, processor, prompts, use_cache=False, **options), together)
@@ -154,7 +155,7 @@ def test_ranks_write_what_one_process_writes(ranks: RankPool, decoder: str, plan
 
 def test_guidance_moves_velocities_as_two_flows_by_hand() -> None:
     model = build("flow head").image_decoder
-    hidden = torch.randn(4, 32)  # two sequences with the condition, then without
+    hidden = torch.randn(4, 1, 32)  # two sequences with the condition, then without
     noise = torch.randn(2, 48)
 
     class ByHand:
@@ -168,9 +169,9 @@ def test_guidance_moves_velocities_as_two_flows_by_hand() -> None:
     expected = noise
     for step in range(4):
         time = torch.full((2, 1), step / 4)
-        c, u = (model.velocity(expected, time, states) for states in hidden.split(2))
+        c, u = (model.velocity(expected, time, states) for states in hidden[:, 0].split(2))
         expected = expected + (u + 3.0 * (c - u)) / 4
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[:, 0], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_patches_of_pixels_are_an_exact_inverse() -> None:
@@ -217,3 +218,74 @@ def test_what_a_decoder_of_latents_cannot_write_is_said_in_words() -> None:
         tiny_model(encoders={}, decoders={"image_decoder": FLOW | {"image_size": 6}})
     with pytest.raises(UserError, match="size '8x8': FlowDecoder writes one size alone; leave it out"):
         build("flow head").image_decoder.next_classes([], "8x8")
+
+
+def test_tokens_of_an_image_see_each_other_and_nothing_later_as_by_a_mask_by_hand() -> None:
+    model = build("in context").double()
+    model.image_decoder.tokenizer.float()
+    (sample,) = samples(model, 1)
+    pack = Pack.from_samples([sample])
+    encoded = model.encode_media(pack)
+    ((positions, embeds),) = encoded.media.inserted
+    rows = model.foundation.get_input_embeddings()(pack.input_ids).index_put((torch.tensor(0), positions), embeds)
+    sees = torch.ones(pack.num_tokens, pack.num_tokens, dtype=torch.bool).tril()
+    sees[positions[:, None], positions] = True
+    mask = torch.zeros_like(sees, dtype=torch.float64).masked_fill(~sees, -torch.inf)[None, None]
+    plain = build("in context").double().foundation  # its attention is that of transformers
+    states = plain.model(inputs_embeds=rows, attention_mask=mask, use_cache=False).last_hidden_state
+    expected = model.image_decoder.lm_head(states[0, positions], encoded.labels["image_decoder"])
+    found = model(pack).losses["image_decoder"]
+    torch.testing.assert_close(found.rows, expected.rows, rtol=1e-6, atol=1e-6)
+    causal = plain.model(inputs_embeds=rows, use_cache=False).last_hidden_state
+    other = model.image_decoder.lm_head(causal[0, positions], encoded.labels["image_decoder"])
+    assert (other.rows - expected.rows).abs().max() > 1e-3
+
+
+def test_noise_has_one_time_for_an_image_and_images_of_prompts_have_none() -> None:
+    decoder = build("in context").image_decoder
+    features, num_tokens = decoder.adapter().prepare("image", Image.new("RGB", (8, 8), "red"))
+    clean = to_tensors(features)
+    embeds, velocity = decoder.lm_encode(clean, (num_tokens,))
+    latents, ones = decoder.codec.encode(clean), torch.ones(num_tokens, 1)
+    torch.testing.assert_close(embeds, decoder._embedded(latents, ones))
+    seeds = torch.arange(5, 5 + num_tokens)
+    noised, velocity = decoder.lm_encode(clean | {SEEDS: seeds}, (num_tokens,))
+    time = uniforms(seeds[:1], 1, stream=1).float() * ones
+    torch.testing.assert_close(noised, decoder._embedded(latents - (1 - time) * velocity, time))
+
+
+def test_a_foundation_with_windows_trains_and_writes_blocks_as_each_sample_alone() -> None:
+    windows = {"model_type": "gemma3_text", "sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_model(foundation=FOUNDATION | windows, encoders={}, decoders={"image_decoder": DECODERS["in context"]})
+    processor = tiny_processor(model)
+    some = [processor.sample(tiny_row("text_to_image", number), number) for number in range(3)]
+    together, *apart = (float(total(model(Pack.from_samples(pack))).detach()) for pack in (some, *([s] for s in some)))
+    assert together == pytest.approx(sum(apart), rel=1e-5)
+    prompts = [processor.prompt(tiny_row("text_to_image", number), number) for number in range(3)]
+    drawn = [answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)]
+    processor.start_tokens = {"image": mode(drawn)}
+    answers = generate(model, processor, prompts, max_new_tokens=TOKENS)
+    assert any(isinstance(part, Image.Image) for answer in answers for part in answer.parts)
+    assert_same(generate(model, processor, prompts, max_new_tokens=TOKENS, use_cache=False), answers)
+
+
+def test_a_foundation_that_cannot_look_ahead_is_refused() -> None:
+    decoders = {"image_decoder": DECODERS["in context"]}
+    model = build_omni_model(foundation=FAMILIES["qwen3_next"](), decoders=decoders)
+    with pytest.raises(UserError, match=r"decoders.image_decoder: .* it has recurrent layers; set `flow.kind: head`"):
+        assert model.runner
+
+
+def test_a_vae_that_cannot_be_loaded_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> OmniModel:
+        (tmp_path / "config.json").write_text(json.dumps({"_class_name": name}))
+        decoder = {"tokenizer": str(tmp_path), "image_size": 8}
+        return build_omni_model(foundation=FOUNDATION, decoders={"image_decoder": decoder})
+
+    with pytest.raises(
+        UserError, match=r"image_decoder: .* has the class AutoencoderDC of diffusers; expected an Autoenc"
+    ):
+        load("AutoencoderDC")
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(UserError, match=r"an AutoencoderKL needs diffusers .*pip install 'omnitrain\[vae\]'"):
+        load("AutoencoderKL")

@@ -218,3 +218,17 @@ def test_settings_that_do_not_fit_name_the_decoder_and_the_allowed_values() -> N
                 "num_attention_heads": 2,
             }
         )
+
+
+@pytest.mark.parametrize("name", AUDIO_TOKENIZERS)
+def test_sounds_of_another_rate_are_resampled_to_that_of_the_codec(name: str) -> None:
+    adapter = decoder(AUDIO_TOKENIZERS[name]).adapter()
+    tones = [
+        Waveform(np.sin(np.arange(rate // 2) * 880 / rate).astype(np.float32), rate) for rate in (8000, 16000, 44100)
+    ]
+    (wanted, count), *others = [adapter.prepare("audio", tone) for tone in tones]
+    (expected,) = wanted.values()
+    for features, found in others:
+        (values,) = features.values()
+        assert found == count and values.shape == expected.shape
+        np.testing.assert_allclose(values[5:-5], expected[5:-5], atol=0.1)

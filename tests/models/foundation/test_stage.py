@@ -17,6 +17,7 @@ from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.stage import StageInput
 from tests.families import FAMILIES
 from tests.models.plain import Pair, pair_of
+from tests.models.shrunk import small_configs
 from tests.models.staged import detached, staged_step, unequal, whole_step, with_layers
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
@@ -158,3 +159,11 @@ def test_one_block_cannot_be_cut() -> None:
     found = check_stages(type(foundation), foundation.config, contract, 1)
     with pytest.raises(UserError, match="Qwen3 cannot be cut into pipeline stages: it has 1 block; set pp to 1"):
         found.require("Qwen3", 1)
+
+
+def test_blocks_that_run_without_gradients_are_not_cut() -> None:
+    """HRM runs the first turns of its recurrence without gradients, so a first stage would learn nothing."""
+    config = next(small_configs("hrm_text"))
+    assert config.num_layers_per_stack == 2  # as deep as it was declared, one of its tests took 90 s
+    with pytest.raises(UserError, match=r"HRM cannot be cut into pipeline stages: .* runs the blocks before the cut"):
+        pair_of(config).ours.stage_contract.require("HRM", 2)

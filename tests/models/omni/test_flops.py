@@ -185,7 +185,7 @@ def test_recompute_of_blocks_adds_their_forward_to_the_hardware_and_nothing_to_t
     assert again.again == Flops(TOKENS * (PROJECTIONS + SWIGLU), PAIR * PAIRS, PAIR * SQUARES)
 
 
-@pytest.mark.parametrize("foundation", [pytest.param(FOUNDATION, marks=pytest.mark.slow), FOUNDATION | EXPERTS])
+@pytest.mark.parametrize("foundation", [FOUNDATION, pytest.param(FOUNDATION | EXPERTS, marks=pytest.mark.second)])
 def test_a_mixed_pack_equals_the_forward_and_backward_of_the_whole_model_over_it(foundation: dict[str, Any]) -> None:
     model = tiny_model(foundation=foundation).train()
     pack = Pack.from_samples(tiny_samples(tiny_processor(model), 7))

@@ -11,7 +11,8 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.media import Waveform
 from omnitrain.models.omni import generate as generation
-from omnitrain.models.omni.generate import _sampler, generate
+from omnitrain.models.omni.generate import generate
+from omnitrain.models.omni.heads import _sampler
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Sampling
 from tests.families import FAMILIES
@@ -121,7 +122,7 @@ def test_a_start_token_switches_to_its_decoder_until_the_item_is_whole_then_text
 ) -> None:
     letter = processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
     script = [letter, processor.start_tokens[modality], letter, letter, processor.end_token]
-    monkeypatch.setattr("omnitrain.models.omni.generate._sampler", lambda sampling: _Script(script))
+    monkeypatch.setattr("omnitrain.models.omni.heads._sampler", lambda sampling: _Script(script))
     name = {"image": "image_decoder", "audio": "audio_decoder"}[modality]
     answer = generate(model, processor, prompts[:1], max_new_tokens=60)[0]
     modes = [mode for mode, _ in answer.tokens]
@@ -151,7 +152,7 @@ def test_the_length_limit_ends_text_and_leaves_out_media_cut_short(
     model: OmniModel, processor: OmniProcessor, prompts: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = [processor.tokenizer("a", add_special_tokens=False)["input_ids"][0], processor.start_tokens["image"]]
-    monkeypatch.setattr("omnitrain.models.omni.generate._sampler", lambda sampling: _Script(script))
+    monkeypatch.setattr("omnitrain.models.omni.heads._sampler", lambda sampling: _Script(script))
     answer = generate(model, processor, prompts[:1], max_new_tokens=10)[0]
     assert len(answer.tokens) == 10 and not answer.is_finished and answer.parts == ["a"]
     assert answer.unfinished_item == "image_decoder"
@@ -184,5 +185,5 @@ def test_prompts_of_a_model_that_reads_by_itself_answer_together_as_alone(monkey
     # Placeholders that are drawn are text: they take no row from the next prompt's media.
     placeholder = both.ours.native_inputs.placeholders["image"]
     script = [placeholder, placeholder, 5, 6, 7, 199] * 2
-    monkeypatch.setattr("omnitrain.models.omni.generate._sampler", lambda sampling: _Script(script))
+    monkeypatch.setattr("omnitrain.models.omni.heads._sampler", lambda sampling: _Script(script))
     assert tokens(prompts, use_cache=False) == [[("text", token) for token in script[:6]]] * len(prompts)

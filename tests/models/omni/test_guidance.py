@@ -13,7 +13,7 @@ from torch import Tensor
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
-from omnitrain.models.omni import generate as generation
+from omnitrain.models.omni import heads
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.recipe import Sampling
@@ -54,7 +54,7 @@ def recorded(
         logits.extend(of_rows)
         return of_rows.argmax(dim=-1)
 
-    monkeypatch.setattr(generation, "_sampler", lambda _: greedy)
+    monkeypatch.setattr(heads, "_sampler", lambda _: greedy)
     return generate(model, processor, prompts, max_new_tokens=24, **options), logits
 
 
@@ -81,10 +81,10 @@ def test_logits_are_those_of_two_plain_forwards_by_hand(
     with_condition, without = (
         states_by_hand(precise, f"<|user|>{said}<|end|><|assistant|>", answer.tokens) for said in (asked, "")
     )
-    heads = {"text": precise.foundation.lm_head, **{name: d.head for name, d in precise.decoders.items()}}
+    of = {"text": precise.foundation.lm_head, **{name: d.head for name, d in precise.decoders.items()}}
     assert {"text", "image_decoder"} <= {mode for mode, _ in answer.tokens} and len(logits) == len(answer.tokens)
     for (mode, _), conditional, other, found in zip(answer.tokens, with_condition, without, logits, strict=True):
-        c, u = heads[mode](conditional), heads[mode](other)
+        c, u = of[mode](conditional), of[mode](other)
         expected = u + SCALES[mode] * (c - u)
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
         assert (expected - c).abs().max() > 0.1

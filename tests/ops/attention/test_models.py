@@ -330,6 +330,7 @@ def test_a_model_that_does_not_ask_for_an_attention_is_left_alone_and_named() ->
     assert torch.equal(model(draw_ids(1, 9)).logits, expected)
 
 
+@pytest.mark.second
 def test_a_compiled_layer_computes_the_same_without_compiling_per_offsets() -> None:
     model, ids = redraw(TEXT_MODELS["qwen3"]()), draw_ids(1, OFFSETS[-1])
     use_omnitrain_attention(model)

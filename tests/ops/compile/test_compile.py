@@ -72,11 +72,11 @@ def train_on_random_shapes(model: nn.Module, number: int, **options: str) -> Com
     return compiled
 
 
-def test_fifty_random_shapes_compile_two_graphs_for_all_blocks():
+def test_random_shapes_compile_two_graphs_for_all_blocks():
     model = packed_model()
     fuse_ops(model, {"rms_norm": "fused"})
     graphs_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    compiled = train_on_random_shapes(model, 50, backend="aot_eager")
+    compiled = train_on_random_shapes(model, 10, backend="eager")
     assert compiled.names == ["model.layers.0", "model.layers.1"]
     assert sum(compiled.compilations.values()) == 2  # before attention and behind it; blocks that are alike share them
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs_before == 2

@@ -47,11 +47,13 @@ def test_overlap_changes_no_bit(ranks: RankPool) -> None:
     check(ranks, "moe_of_32_experts", "dp4.ep2", [{"experts": {"chunks": 3}}])
 
 
+@pytest.mark.second
 def test_overlap_with_shared_experts_and_recompute_changes_no_bit(ranks: RankPool) -> None:
     plan = {"experts": {"chunks": 4, "delay_wgrad": True}, "memory": {"recompute": "full", "offload": ["activations"]}}
     check(ranks, "moe_with_shared_experts", "dp2.sp2.ep4", [plan])
 
 
+@pytest.mark.second
 def test_parts_that_are_computed_again_and_tensors_in_host_memory_change_no_bit(ranks: RankPool) -> None:
     memory = {"recompute": "parts", "offload": ["dispatched_rows", "mlp_input"]}
     plan = {"experts": {"chunks": 4, "delay_wgrad": True}, "memory": memory}

@@ -134,7 +134,9 @@ def test_shared_experts_that_fill_a_wait_are_in_the_trace_and_recording_changes_
     assert backward.start + backward.seconds <= spans["wait", "combine", "backward", 1].start
 
 
-@pytest.mark.parametrize("chunks", [2, pytest.param(4, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize(
+    "chunks", [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.second)]
+)
 def test_peak_memory_with_overlap_is_within_a_tenth_of_without_where_weights_are_large_and_rows_few(
     chunks: int,
 ) -> None:

@@ -56,6 +56,7 @@ def test_experts_on_all_ranks_train_as_in_one_process(ranks: RankPool) -> None:
     check(ranks, "qwen3_moe_with_six_experts", text_samples(), ["hsdp2x2.ep2.accum2.recompute"])
 
 
+@pytest.mark.second
 def test_biases_and_layouts_of_gpt_oss_train_as_in_one_process(ranks: RankPool) -> None:
     check(ranks, "gpt_oss", text_samples(4), ["dp2.ep2.recompute"])
 
@@ -146,6 +147,7 @@ def rows_computed(tp: int) -> tuple[int, int]:
     return sum(rows), pack.num_tokens
 
 
+@pytest.mark.second
 def test_tensor_parallel_ranks_share_the_tokens_of_experts(ranks: RankPool) -> None:
     (first, tokens), (second, _) = ranks.run(rows_computed, 2, timeout_s=60, world=2)
     assert tokens % 2 == 1 and (first, second) == (tokens + 1, tokens - 1)  # two experts of each

@@ -26,11 +26,11 @@ LAYOUTS = [
     pytest.param("qwen3_moe", "dp4", marks=pytest.mark.slow),
     pytest.param("gemma3", "hsdp2x2", marks=pytest.mark.slow),
     ("gemma3", "dp3"),  # no dim is a multiple of 3
-    ("qwen3", "tp2.dp2"),
+    pytest.param("qwen3", "tp2.dp2", marks=pytest.mark.second),
     ("qwen3_moe", "dp4.ep4"),
     pytest.param("qwen3_vl_moe", "dp4.ep2", marks=pytest.mark.slow),
     ("qwen3_moe", "pp2.dp2.accum2"),
-    ("any_to_any", "vision1+dp3"),
+    pytest.param("any_to_any", "vision1+dp3", marks=pytest.mark.second),
     ("any_to_any", "dp2.offload"),
 ]
 

@@ -53,7 +53,7 @@ def use_outside_of_forward(full_shard: bool) -> dict[str, Any]:
             hidden = model.foundation.get_input_embeddings()(torch.tensor([5]))
             model.foundation.get_output_embeddings()(hidden)
             model.image_encoder.projector.layers[1]
-            model.image_decoder.lm_embed(hidden, lambda logits: logits.argmax(-1))
+            model.image_decoder.lm_embed(hidden[:, None], lambda logits: logits.argmax(-1))
             model.audio_decoder.lm_generate([3, 4])
         seen["same loss"] = loss_of(model, pack).item() == before
         seen["after a forward"] = len(in_blocks & sharded(model)), len(sharded(model) - in_blocks)

@@ -14,6 +14,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 from transformers import PreTrainedModel
 
 from omnitrain.models.adapters.lora import add_lora, find_in_all
@@ -163,6 +164,15 @@ def each_value(cases: Sequence[C]) -> list[list[C]]:
         missing -= set(enumerate(best))
         taken.setdefault(best.reference, []).append(best)
     return list(taken.values())
+
+
+def in_turn(groups: Sequence[list[C]], first: int) -> list[Any]:
+    """Parameters of a test for groups of :func:`each_value`; those after the ``first`` ones are second cases."""
+    marks = [() if index < first else pytest.mark.second for index in range(len(groups))]
+    return [
+        pytest.param(cases, id=" ".join(cases[0].reference), marks=mark)
+        for cases, mark in zip(groups, marks, strict=True)
+    ]
 
 
 def internvl(heads: int) -> PreTrainedModel:

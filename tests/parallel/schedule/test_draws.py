@@ -106,6 +106,7 @@ def test_dropout_is_that_of_one_process_on_any_stages_with_and_without_recompute
 
 
 @pytest.mark.parametrize("of_foundation", [0.2, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.second
 def test_dropout_of_encoders_is_that_of_one_process(ranks: RankPool, of_foundation: float) -> None:
     make = partial(model_with_towers, 0.2, of_foundation)
     ((loss, expected),) = gradients(make, ({},))

@@ -120,6 +120,7 @@ def assert_equal(found: list, expected: list) -> None:
         assert own_answers and tokens_of(own_answers) == tokens_of({number: answers[number] for number in own_answers})
 
 
+@pytest.mark.second
 def test_stages_in_turn_say_and_write_what_one_process_does(ranks: RankPool) -> None:
     """Two stages per rank, in turn and in a V: text, images and sound, greedy and sampled; all ranks know all of it."""
     schedules = [PipelineSchedule(chunks=2), PipelineSchedule(kind="zbv")]

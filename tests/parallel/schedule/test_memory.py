@@ -87,7 +87,11 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     ("schedule", "few"),
-    [({}, 2), pytest.param({"chunks": 2}, 2, marks=pytest.mark.slow), ({"kind": "zbv"}, 3)],
+    [
+        ({}, 2),
+        pytest.param({"chunks": 2}, 2, marks=pytest.mark.slow),
+        pytest.param({"kind": "zbv"}, 3, marks=pytest.mark.second),
+    ],
     ids=str,
 )
 def test_memory_follows_the_peak_of_live_activations(ranks: RankPool, schedule: dict[str, Any], few: int) -> None:

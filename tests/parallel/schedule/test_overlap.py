@@ -12,8 +12,8 @@ from tests.covering import pairs
 from tests.parallel.schedule.paired import Case, num_ranks, paired_and_one_by_one, possible, table
 
 DEFAULT = (
-    Case("qwen3_moe", "pp1", "odd", "4", "full", "2", "dropout"),
-    Case("glm4_moe", "pp1", "even", "4", "full", "4.delayed", "balance"),
+    pytest.param(Case("qwen3_moe", "pp1", "odd", "4", "full", "2", "dropout"), marks=pytest.mark.second),
+    pytest.param(Case("glm4_moe", "pp1", "even", "4", "full", "4.delayed", "balance"), marks=pytest.mark.second),
     Case("qwen3_moe", "pp2.v2", "odd", "5", "parts", "1", "loss"),
 )
 

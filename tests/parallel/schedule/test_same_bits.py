@@ -68,6 +68,7 @@ def require_same_bits(ranks: RankPool, family: str, layouts: tuple[str, ...]) ->
             assert all(shard.any() for shard in shards.values() if shard.numel())
 
 
+@pytest.mark.second
 def test_experts_on_stages_have_the_bits_of_the_same_ranks_without_stages(ranks: RankPool) -> None:
     require_same_bits(ranks, "qwen3_moe", ("pp2.dp2.ep2", "pp2.v2.dp2.ep2.recompute"))
 

@@ -31,6 +31,7 @@ from tests.parallel.schedule.separate import (
     build,
     each_value,
     factory,
+    in_turn,
     internvl,
     possible,
     table,
@@ -62,7 +63,7 @@ def test_the_default_rows_have_each_value_of_separate_encoders() -> None:
     assert set().union(*map(enumerate, cases)) == set().union(*map(enumerate, SEPARATE))
 
 
-@pytest.mark.parametrize("cases", DEFAULT, ids=lambda cases: " ".join(cases[0].reference))
+@pytest.mark.parametrize("cases", in_turn(DEFAULT, first=1))
 def test_each_value_of_separate_encoders_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
     require_equal(ranks, cases, timeout_s=60)
 

@@ -6,7 +6,7 @@ import pytest
 
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
-from tests.parallel.schedule.separate import each_value, factory
+from tests.parallel.schedule.separate import each_value, factory, in_turn
 from tests.parallel.sections.layouts import Case, combinations_in, possible, samples, table
 
 pytestmark = pytest.mark.ranks
@@ -35,7 +35,7 @@ def test_the_default_rows_have_each_value_of_the_table() -> None:
     assert set().union(*map(enumerate, cases)) == set().union(*map(enumerate, IN_FP32))
 
 
-@pytest.mark.parametrize("cases", DEFAULT, ids=lambda cases: " ".join(cases[0].reference))
+@pytest.mark.parametrize("cases", in_turn(DEFAULT, first=2))
 def test_each_value_of_a_section_trains_as_one_process(sections: RankPool, cases: list[Case]) -> None:
     require_equal(sections, cases)
 

@@ -39,8 +39,8 @@ CARRIERS = [by_torch, by_nixl]
     ("make", "world", "count"),
     [
         (by_torch, 3, 300),
-        (by_torch, 5, 700),
-        (by_nixl, 3, 40),
+        pytest.param(by_torch, 5, 700, marks=pytest.mark.second),
+        pytest.param(by_nixl, 3, 40, marks=pytest.mark.second),
         *(pytest.param(make, world, 5000, marks=pytest.mark.slow) for make in CARRIERS for world in (3, 5)),
     ],
 )

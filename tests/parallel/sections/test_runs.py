@@ -114,6 +114,7 @@ def test_a_run_with_a_section_is_the_run_of_one_process_and_goes_on_there(
     assert worst_error(run, whole) < 1e-6
 
 
+@pytest.mark.second
 def test_a_run_that_goes_on_with_the_same_sections_has_the_same_bits(
     sections: RankPool, recipe: Path, tmp_path: Path, whole: Path, half: Path
 ) -> None:

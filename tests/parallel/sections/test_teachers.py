@@ -152,6 +152,7 @@ def test_the_experts_of_a_teacher_are_spread_over_its_section(sections: RankPool
     assert row.status == "equal", row
 
 
+@pytest.mark.second
 def test_a_run_with_a_teacher_ahead_is_that_of_one_process_after_ctrl_c(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:

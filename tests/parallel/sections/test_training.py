@@ -88,7 +88,13 @@ def vision_samples(make: Callable[[], PreTrainedModel]) -> list[Sample]:
     return [probe.sample for probe in probe_samples(omni.foundation, omni.runner.native)]
 
 
-@pytest.mark.parametrize("word", [pytest.param("vision2+dp1.accum2", marks=pytest.mark.slow), "vision2.twice+dp2"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("vision2+dp1.accum2", marks=pytest.mark.slow),
+        pytest.param("vision2.twice+dp2", marks=pytest.mark.second),
+    ],
+)
 def test_ranks_of_a_section_may_share_an_item(sections: RankPool, word: str) -> None:
     given = vision_samples(windows_of_four_heads)
     require_equal(sections, windows_of_four_heads, given, planned(word, image_encoder={"ulysses": 2}))

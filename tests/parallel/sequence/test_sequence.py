@@ -123,7 +123,9 @@ def text(length: int, index: int = 0) -> Sample:
     [
         pytest.param(2, {"ulysses_size": 2}, (*range(1, 18), 33, 64, 97), id="sp2"),
         pytest.param(2, {"ulysses_size": 2}, range(18, 97), id="sp2, longer", marks=pytest.mark.slow),
-        pytest.param(4, {"cp_size": 2, "ulysses_size": 2}, (*range(1, 7), 31, 97), id="sp2.cp2"),
+        pytest.param(
+            4, {"cp_size": 2, "ulysses_size": 2}, (*range(1, 7), 31, 97), id="sp2.cp2", marks=pytest.mark.second
+        ),
     ],
 )
 def test_rows_of_every_length_are_shared_exactly(
@@ -159,7 +161,10 @@ def like(sample: Sample, length: int, index: int) -> Sample:
     return replace(text(length, index), position_ids=positions, token_inputs=token_inputs)
 
 
-@pytest.mark.parametrize("degrees", [{"ulysses_size": 4}, {"cp_size": 2}], ids=["sp4", "cp2"])
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param({"ulysses_size": 4}, id="sp4"), pytest.param({"cp_size": 2}, id="cp2", marks=pytest.mark.second)],
+)
 def test_linear_attention_is_divided_by_heads(ranks: RankPool, degrees: dict[str, int]) -> None:
     """Of which four ranks have one each; in the other family there are two, and each rank computes them all."""
     packs, world = [[text(5, 0), text(23, 1)], [text(3, 2)]], max(2, *degrees.values())

@@ -80,7 +80,7 @@ def relative(found: Tensor, expected: Tensor, whole: Tensor) -> float:
 CALLS = [(mask, feature) for mask in MASKS for feature in ("plain", "all")]
 
 
-@pytest.mark.parametrize("sp", [2, 4])
+@pytest.mark.parametrize("sp", [2, pytest.param(4, marks=pytest.mark.second)])
 def test_ulysses_is_the_attention_of_one_process(ranks: RankPool, sp: int) -> None:
     assert largest(ranks.run(attend_by_shards, CALLS, 1, timeout_s=60, world=sp)) < 1e-5
 
@@ -89,7 +89,9 @@ RING_FEATURES = ("plain", "scale", "grouped heads", "value width", "sinks", "sof
 RING_CALLS = [(mask, feature) for mask in MASKS for feature in RING_FEATURES]
 
 
-@pytest.mark.parametrize(("world", "cp"), [(2, 2), (4, 4), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("world", "cp"), [(2, 2), pytest.param(4, 4, marks=pytest.mark.second), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_ring_is_the_attention_of_one_process(ranks: RankPool, world: int, cp: int) -> None:
     assert largest(ranks.run(attend_by_shards, RING_CALLS, cp, timeout_s=60, world=world)) < 1e-5
 
@@ -113,7 +115,9 @@ def attend_to_random_rows(cp: int, lengths: range, scores_at_once: int) -> float
     return largest(errors)
 
 
-@pytest.mark.parametrize(("world", "cp"), [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow), (4, 1)])
+@pytest.mark.parametrize(
+    ("world", "cp"), [pytest.param(4, 2, marks=pytest.mark.second), pytest.param(4, 4, marks=pytest.mark.slow), (4, 1)]
+)
 def test_rows_of_any_length_and_samples_of_any_length(ranks: RankPool, world: int, cp: int) -> None:
     assert largest(ranks.run(attend_to_random_rows, cp, range(4, 98, 5), 64, timeout_s=60, world=world)) < 1e-5
 

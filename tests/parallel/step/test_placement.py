@@ -31,6 +31,7 @@ def require_equal(ranks: RankPool, name: str, plans: list[ot.ParallelPlan]) -> N
     assert {row.status for row in report.rows} == {"equal"}, str(report)
 
 
+@pytest.mark.second
 def test_places_over_tensor_parallel_ranks_train_as_one_process(ranks: RankPool) -> None:
     require_equal(ranks, "qwen3_vl", [placed("tp2", "group", FOUNDATION_GLOBS)])  # others: test_separate.py, and slow
 
@@ -71,7 +72,12 @@ KEYS = {"foundation.image": "pixel_values", "foundation.video": "pixel_values_vi
 
 
 @pytest.mark.parametrize(
-    ("place", "times"), [("local", 2), pytest.param("group", 1, marks=pytest.mark.slow), ("world", 1)]
+    ("place", "times"),
+    [
+        pytest.param("local", 2, marks=pytest.mark.second),
+        pytest.param("group", 1, marks=pytest.mark.slow),
+        ("world", 1),
+    ],
 )
 def test_each_item_is_encoded_once_unless_its_ranks_are_local(ranks: RankPool, place: Place, times: int) -> None:
     media = [sample for sample in samples_of("qwen3_vl") if sample.spans]

@@ -80,6 +80,7 @@ def test_the_random_steps_have_every_mixture_of_ranks(steps: list[Step]) -> None
         pytest.param({"dp_replicate_size": 2}, "world", id="hsdp2x2.world"),
     ],
 )
+@pytest.mark.second
 def test_ranks_with_any_mixture_of_modalities_never_hang_and_have_the_gradients_of_one_process(
     ranks: RankPool, steps: list[Step], expected: Gradients, state: dict[str, int], place: str
 ) -> None:

@@ -59,7 +59,7 @@ def qwen3_vl_replayed(steps: list[Step]) -> tuple[int, list[str]]:
         pytest.param({}, {}, id="dp4", marks=pytest.mark.slow),
         pytest.param(WORLD, {"dp_replicate_size": 2}, id="hsdp2x2.world", marks=pytest.mark.slow),
         pytest.param(MIXED, {}, id="a mesh for each"),
-        pytest.param(FROZEN, {}, id="frozen"),
+        pytest.param(FROZEN, {}, id="frozen", marks=pytest.mark.second),
     ],
 )
 def test_every_rank_issues_the_collectives_that_its_plan_implies(

@@ -77,8 +77,8 @@ def hf_samples(name: str) -> list[dict[str, torch.Tensor]]:
 
 
 ANY_TO_ANY = (
-    ["dp4.accum2.recompute", "dp2.offload"],
-    pytest.param(["hsdp2x2", "replicate2", "dp2.accum2"], marks=pytest.mark.slow),
+    ["dp4.accum2.recompute"],
+    pytest.param(["dp2.offload", "hsdp2x2", "replicate2", "dp2.accum2"], marks=pytest.mark.slow),
 )
 
 

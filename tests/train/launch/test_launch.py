@@ -197,6 +197,7 @@ def test_ranks_that_do_not_stop_in_time_are_killed_and_named() -> None:
     assert_gone(process_ids(2), within_s=0)
 
 
+@pytest.mark.second
 def test_no_rank_outlives_a_killed_launcher() -> None:
     script = program("""
     from omnitrain.train.launch.environment import end_with_launcher

@@ -92,6 +92,7 @@ def test_a_file_gets_a_line_for_each_line_of_metrics_and_one_in_thirty_seconds()
     assert re.findall(r"^step (\d+)", shown, re.MULTILINE) == ["600", "1029", "1200"]
 
 
+@pytest.mark.second
 def test_a_notebook_shows_one_bar_that_moves() -> None:
     shown = notebook()
     assert shown == (SCREENS / "notebook.txt").read_text()

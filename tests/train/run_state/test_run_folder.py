@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,38 +11,38 @@ import pytest
 from omnitrain.data.packing.sample import Rejected
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.recipe import Recipe
-from omnitrain.train.run_state.run_folder import RunFolder, require_free
+from omnitrain.train.run_state.run_folder import FolderLock, RunFolder, require_free
+from tests.forked import Forked
 from tests.tiny import tiny_recipe
 
-HOLD = """
-import sys
-from pathlib import Path
-from omnitrain.train.run_state.run_folder import FolderLock
-lock = FolderLock()
-lock.take(Path(sys.argv[1]))
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def hold(path: Path) -> None:
+    lock = FolderLock()
+    lock.take(path)
+    print("held", flush=True)
+    time.sleep(60)
 
 
 def run_folder(path: Path, output_dir: Path) -> RunFolder:
     return RunFolder(Recipe.load(str(path), [f"output_dir={output_dir}"]))
 
 
-def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_ends(tmp_path: Path) -> None:
+def test_of_two_runs_in_a_folder_the_second_one_is_refused_until_the_first_one_ends(
+    forked: Callable[..., Forked], tmp_path: Path
+) -> None:
     recipe, path = tiny_recipe(tmp_path), tmp_path / "run"
     run_folder(recipe, path).open(False, 0)
-    command = [sys.executable, "-c", HOLD, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        told = rf"output_dir: a run \(process {other.pid} on .*\) writes to '{path}'"
-        for resumed in (False, True):
-            with pytest.raises(UserError, match=told):
-                run_folder(recipe, path).open(resumed, 0)
+    other = forked(tmp_path / "printed", hold, path)
+    other.wait_until(lambda: other.told == "held\n")
+    told = rf"output_dir: a run \(process {other.process.pid} on .*\) writes to '{path}'"
+    for resumed in (False, True):
         with pytest.raises(UserError, match=told):
-            require_free(path)
-        assert not (tmp_path / "run.old1").exists()
-        other.kill()
+            run_folder(recipe, path).open(resumed, 0)
+    with pytest.raises(UserError, match=told):
+        require_free(path)
+    assert not (tmp_path / "run.old1").exists()
+    other.process.kill()
+    other.ended()
     require_free(path)
     run_folder(recipe, path).open(True, 0)
 

@@ -194,7 +194,12 @@ def logits(model: Any) -> Tensor:
     return getattr(model, "thinker", model)(input_ids=torch.arange(5, 25)[None]).logits
 
 
-COVERED = ("qwen2_5_omni", "qwen3_omni_moe", "qwen3_vl")  # each of their traits is in another one, too
+COVERED = (
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "qwen3_vl",
+    "qwen3_omni_moe with LoRA",
+)  # each of their traits is in another one, too
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in COVERED)) for n in SOURCES])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,32 @@ def test_the_page_shows_what_the_verb_prints(capsys: pytest.CaptureFixture[str],
     printed = capsys.readouterr().out.splitlines()
     (shown,) = re.findall(r"^```text\n(1f1b .*?)^```", (ROOT / "docs" / "pipelines.md").read_text(), re.DOTALL | re.M)
     assert [line for line in shown.splitlines() if line not in printed] == []
+
+
+def test_the_page_on_the_architecture_has_the_graph_that_the_verb_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    (command,) = re.findall(r"^omnitrain (show quickstart --schedule .*?)$", page, re.M)
+    (shown,) = re.findall(r"^```text\n(foundation: .*?)^```", page, re.DOTALL | re.M)
+    done = CliRunner().invoke(app, shlex.split(command))
+    assert done.exit_code == 0, done.output
+    assert f"Graph of a step, with the actions of micro-batch 0\n{shown}" in done.output
+
+
+def test_the_graph_has_each_component_below_its_reader_and_the_actions_of_its_edge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An encoder of all pipeline ranks has actions there; an encoder divided over sections is a chain."""
+    show_schedule(load(tmp_path, "train.packs_per_step=4", "parallel.components.image_encoder.place=world"), 2)
+    printed = capsys.readouterr().out
+    rows = "rank 0: ENCODE0 EXCHANGE0 ENCODE_B0\n   rank 1: ENCODE0 EXCHANGE0 ENCODE_B0\n"
+    printed = printed.replace("│  ", "   ").replace("      ", "   ")
+    assert f"─ all-to-all ─ image_encoder: ranks 0 to 1 of main\n   {rows}" in printed
+    assert "─ in the forwards ─ audio_encoder: rank 0 of main\n" in printed
+    tower = {"vision": {"components": ["image_encoder.tower"], "ranks": 1}}
+    overrides = [f"parallel.sections={json.dumps(tower)}", "train.packs_per_step=4"]
+    show_schedule(Recipe.load("quickstart", overrides), 2)
+    chain = "─ image_encoder.projector: rank 0 of main\n   └─ messages ─ image_encoder.tower: rank 1 of vision\n"
+    assert chain in capsys.readouterr().out
 
 
 def test_stages_hold_every_parameter_and_what_two_of_them_hold_counts_twice(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_a_recipe_too_large_for_the_machine_is_shrunk_in_depth_and_rows(tmp_path
     assert "2 of 7 layers, 512 of 5,000 vocabulary rows" in " ".join(str(report).split())
 
 
+@pytest.mark.second
 def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> None:
     """In fp32: rounding to bf16 would be a difference of its own."""
     own = "parallel={default: {tp: 2, precision: {compute: bfloat16}}, components: {image_encoder: {mode: replicate}}}"

@@ -43,8 +43,7 @@ class Carrier(Protocol):
     def send(self, tensors: Sequence[Tensor], message: Message, part: Part, number: int) -> Departure:
         """Begin to send a part of a message, which lands at its rows. Does not wait.
 
-        ``tensors``: ``[rows of the part, ...]`` each, contiguous; they must not change before the departure has ended.
-        ``message``: the whole message. ``part``: one of its parts, of this rank. ``number``: number of the message
-        among those of its receiver, from 0.
+        ``tensors``, ``[rows of the part, ...]`` each, contiguous, must not change before the departure has ended.
+        ``number`` is that of the message among those of its receiver.
         """
         ...

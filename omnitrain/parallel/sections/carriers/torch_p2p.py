@@ -41,9 +41,7 @@ class Transfer:
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
         """Wait until the tensors are at the other end, and return them. On a GPU, only the current stream waits.
 
-        After ``timeout_s`` seconds (None: the limit of the process group), gloo breaks all connections of the group.
-
-        Raises LostRankError: the other rank has ended, or did nothing within the limit.
+        After ``timeout_s`` seconds (None: the group's), gloo breaks all connections of the group. Raises LostRankError.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while self._works:  # each is waited for once: a second wait for a send of gloo never ends
@@ -130,12 +128,9 @@ class TorchCarrier:
     """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
 
     Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
-    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first
-    of the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others
-    wait in the group's stream.
-
-    ``group``: all ranks of the edge, connected, used by this direction of this edge alone; None on other ranks.
-    ``device``: of the messages.
+    ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first of
+    the receives that are posted ahead occupies multiprocessors until its message comes, a few of them; the others wait
+    in the stream of the group, which this direction of this edge uses alone.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:

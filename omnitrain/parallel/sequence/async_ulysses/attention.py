@@ -109,9 +109,8 @@ def run_async(
 ) -> Any:
     """Run one forward of an attention module, whose unmodified forward is ``plain``, with this rank's tokens.
 
-    ``gather_tables`` all-gathers a tensor without gradients that has this rank's tokens along a dim;
-    ``attend_own_heads`` computes attention with this rank's heads. Returns the return value of ``plain``, with this
-    rank's tokens in its first output.
+    ``gather_tables`` all-gathers tensors without gradients; ``attend_own_heads`` computes attention with this rank's
+    heads.
     """
     heads = deal_heads(layout.num_heads, layout.num_key_heads, len(exchange.lengths), exchange.rank)
     num_tokens = sum(exchange.lengths)
