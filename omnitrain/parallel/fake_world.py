@@ -108,9 +108,7 @@ class _NoWeights(WeightLoader):
                 stride=parameter.stride(),
             )
         with self._mode:
-            return torch.empty_strided(
-                parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._device
-            )
+            return torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=self._device)
 
     def finish(self) -> None:
         self.fill(self._model)

@@ -13,7 +13,7 @@ from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Link, simulate
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning.cells import Cell, Part
 from omnitrain.train.planning.devices import Device, Seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -40,7 +39,9 @@ class Candidate:
     reason: str = ""
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}{degree}" if isinstance(degree, int) else degree for axis, degree in self.degrees.items())
+        return " ".join(
+            f"{axis}{degree}" if isinstance(degree, int) else degree for axis, degree in self.degrees.items()
+        )
 
 
 @dataclass(frozen=True)
