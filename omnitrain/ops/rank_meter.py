@@ -122,7 +122,7 @@ class RankMeter(TorchDispatchMode):
                 self._set(storage._cdata, storage.nbytes())
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # no dispatch tells of it
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # no dispatch tells of it
         super().__enter__()
         return self
 
@@ -205,4 +205,5 @@ def _group(args: Any, kwargs: Any) -> dist.ProcessGroup:
                 return dist.ProcessGroup.unbox(value)
             except RuntimeError:
                 continue
-    return group_of_name(next(value for value in reversed(args) if isinstance(value, str)))
+    name: Any = next(value for value in reversed(args) if isinstance(value, str))
+    return group_of_name(name)

@@ -123,7 +123,7 @@ def build_parallelize_model(
     path = None if weights_path is None else str(weights_path)
     prepared = _prepare(model, path, parallel_state or get_parallel_state(), parallel_plan or ParallelPlan(), flags)
     loads = _load(prepared, model, path, init_device)
-    _apply(prepared, loader=WeightLoader if loads else None, full_shard=enable_full_shard)
+    _apply(prepared, loader_class=WeightLoader if loads else None, full_shard=enable_full_shard)
     return prepared.model
 
 
@@ -139,7 +139,7 @@ def parallelize_alone(
     See :mod:`omnitrain.parallel.fake_world`. ``loader`` puts its weights in place. Styles of tensor parallelism are not
     tried: their trial needs all ranks.
     """
-    _apply(_prepare(model, None, state, plan, flags, is_alone=True), loader=loader, full_shard=True)
+    _apply(_prepare(model, None, state, plan, flags, is_alone=True), loader_class=loader, full_shard=True)
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,8 @@ def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None,
     return loads
 
 
-def _apply(prepared: _Prepared, *, loader: Callable[..., WeightLoader] | None, full_shard: bool) -> None:
-    """Apply each feature, in this order; ``loader``: of weights that are not in memory on every rank."""
+def _apply(prepared: _Prepared, *, loader_class: Callable[..., WeightLoader] | None, full_shard: bool) -> None:
+    """Apply each feature, in this order; ``loader_class``: of weights that are not in memory on every rank."""
     omni, state, states = prepared.model, prepared.state, prepared.states
     plans = {name: plan for name, plan in prepared.plans.items() if states[name].section == state.section}
     device = device_of(state.fsdp_mesh)
@@ -240,7 +240,7 @@ def _apply(prepared: _Prepared, *, loader: Callable[..., WeightLoader] | None, f
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in omni.components.keys() - plans))
-    loader = None if loader is None else loader(omni, device, state.section_group, elsewhere)
+    loader = None if loader_class is None else loader_class(omni, device, state.section_group, elsewhere)
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
 
