@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
-import torch
 from torch import nn
 
-from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
-from omnitrain.parallel.fake_world import fake_world, parallelize_in, plan_alone
 from omnitrain.plan.schedule.actions import Kind
 from omnitrain.recipe.parallel import ParallelPlan
-from omnitrain.train.planning.rank_run import RankRun, run_rank
+from omnitrain.train.planning.rank_run import RankRun, Training, predict_rank
 
 Work = Mapping[Op | Collective, int]
 _FEW = 2  # blocks of each kind in the smaller run: FSDP gathers one while another one computes
@@ -93,49 +90,28 @@ def with_blocks(model: OmniModel, kept: list[int]) -> OmniModel:
         blocks.extend(everything)
 
 
-def count_cell(
-    model: OmniModel, plan: ParallelPlan, num_ranks: int, packs: list[Pack], mixed_precision: bool | None
-) -> Cell:
-    """Count the parts of a model under ``plan`` on ``num_ranks`` ranks, without a pipeline.
-
-    ``model``: on the meta device, and unchanged. ``packs``: of one rank, in a step.
-    """
-    kinds = kinds_of_blocks(model)
-    numbers = sorted(set(kinds))
-    few = {kind: [i for i, k in enumerate(kinds) if k == kind][:_FEW] for kind in numbers}
+def count_cell(training: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
+    """Count the parts of a model under ``plan`` on ``num_ranks`` ranks, without a pipeline."""
+    kinds = kinds_of_blocks(training.model)
+    few = {kind: [i for i, k in enumerate(kinds) if k == kind][:_FEW] for kind in sorted(set(kinds))}
     base = sorted(chain.from_iterable(few.values()))
-    small = _run(with_blocks(model, base), plan, num_ranks, packs, mixed_precision)
+
+    def counted(kept: list[int]) -> RankRun:
+        return predict_rank(replace(training, model=with_blocks(training.model, kept)), plan, num_ranks, 1)
+
+    small = counted(base)
     parts = {}
-    for kind in numbers:
-        more = [i for i, k in enumerate(kinds) if k == kind]
-        added = more[len(few[kind])] if len(more) > len(few[kind]) else None
-        if added is not None:
-            large = _run(with_blocks(model, sorted([*base, added])), plan, num_ranks, packs, mixed_precision)
-            parts[kind] = _difference(large, small)
+    for kind, own in few.items():
+        more = [i for i, k in enumerate(kinds) if k == kind][len(own) :]
+        if more:
+            parts[kind] = _minus(_whole(counted(sorted([*base, more[0]]))), _whole(small))
         else:
-            less = [i for i in base if i != few[kind][-1]]
-            parts[kind] = _difference(small, _run(with_blocks(model, less), plan, num_ranks, packs, mixed_precision))
-    ends = _whole(small.run)
+            parts[kind] = _minus(_whole(small), _whole(counted([i for i in base if i != own[-1]])))
+    ends = _whole(small)
     for index in base:
         ends = _minus(ends, parts[kinds[index]])
-    backward = next(run for run in small.run.actions if run.action.kind is Kind.B)
+    backward = next(run for run in small.actions if run.action.kind is Kind.B)
     return Cell(tuple(parts[kind] for kind in kinds), ends, backward.end.peak - backward.alive, small.shards)
-
-
-@dataclass(frozen=True)
-class _Counted:
-    run: RankRun
-    shards: int
-
-
-def _run(
-    model: OmniModel, plan: ParallelPlan, num_ranks: int, packs: list[Pack], mixed_precision: bool | None
-) -> _Counted:
-    with fake_world(num_ranks) as mode:
-        state = parallelize_in(mode, model, plan, mixed_precision)
-        batch = plan_alone(model, packs)
-        optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad])
-        return _Counted(run_rank(model, batch, optimizer, mode), state.size("fsdp"))
 
 
 def _whole(run: RankRun) -> Part:
@@ -150,10 +126,6 @@ def _whole(run: RankRun) -> Part:
         forward.end.work,
         backward.end.work,
     )
-
-
-def _difference(large: _Counted, small: _Counted) -> Part:
-    return _minus(_whole(large.run), _whole(small.run))
 
 
 def _minus(left: Part, right: Part) -> Part:

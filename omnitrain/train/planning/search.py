@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts.weights import experts_in
+from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.state import ParallelState
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.train.planning.cells import Cell, count_cell
 from omnitrain.train.planning.devices import Device
 from omnitrain.train.planning.estimate import Estimate, estimate
+from omnitrain.train.planning.rank_run import Training
 
 _RECOMPUTE = ("none", "selective", "full")
 _HEADROOM = 0.95  # share of a device's memory that a layout may take: allocators and libraries need the rest
@@ -63,27 +62,18 @@ class Planner:
     """Estimates layouts of a model on ``num_ranks`` devices.
 
     Args:
-        model: on the meta device, not parallelized.
+        training: what each rank trains.
         plan: the user's plan; what it sets beside degrees and recompute stays.
         device: of each rank.
         num_ranks: their number.
         packs_per_step: of all ranks.
-        pack: a typical pack.
-        mixed_precision: see :class:`~omnitrain.parallel.resolve.sources.CallFlags`.
     """
 
     def __init__(
-        self,
-        model: OmniModel,
-        plan: ParallelPlan,
-        device: Device,
-        num_ranks: int,
-        packs_per_step: int,
-        pack: Pack,
-        mixed_precision: bool | None,
+        self, training: Training, plan: ParallelPlan, device: Device, num_ranks: int, packs_per_step: int
     ) -> None:
-        self._model, self._plan, self._device, self._num_ranks = model, plan, device, num_ranks
-        self._packs_per_step, self._pack, self._mixed = packs_per_step, pack, mixed_precision
+        self._training, self._plan, self._device, self._num_ranks = training, plan, device, num_ranks
+        self._packs_per_step, self._model = packs_per_step, training.model
         self._cells: dict[tuple[Any, ...], Cell] = {}
 
     def search(self, say: Callable[[str], None] = lambda _: None) -> Search:
@@ -104,7 +94,9 @@ class Planner:
     def judge(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its estimate, or with why it is out."""
         try:
-            state, plans = resolve_without_ranks(self._model, candidate.plan, self._mixed, self._num_ranks)
+            state, plans = resolve_without_ranks(
+                self._model, candidate.plan, self._training.mixed_precision, self._num_ranks
+            )
         except UserError as error:
             return Candidate(candidate.degrees, candidate.plan, reason=error.problems[0])
         replicas = state.size("dp")
@@ -120,7 +112,7 @@ class Planner:
         """Estimate a plan that fits."""
         cell = self._cell(plan, state)
         each = self._packs_per_step // state.size("dp")
-        tokens = int(self._pack.input_ids.numel())
+        tokens = int(self._training.pack.input_ids.numel())
         return estimate(self._model, of_foundation, state, cell, self._device, each, tokens)
 
     def _cell(self, plan: ParallelPlan, state: ParallelState) -> Cell:
@@ -132,7 +124,7 @@ class Planner:
             shards = max(2 * inside["cp"] * inside["sp"], inside["ep"])
             alone = _with(plan, {"pp": None, "schedule": None, "dp_shard": None, "dp_replicate": None, "mode": None})
             ranks = inside["tp"] * shards
-            self._cells[key] = count_cell(self._model, alone, ranks, [self._pack], self._mixed)
+            self._cells[key] = count_cell(self._training, alone, ranks)
         return self._cells[key]
 
     def _candidates(self, sequence: int) -> Iterator[Candidate]:
@@ -150,8 +142,6 @@ class Planner:
                 yield Candidate(named or {"dp": self._num_ranks}, plan)
 
     def _numbers_of_experts(self) -> Iterator[int]:
-        from omnitrain.ops.experts.weights import num_experts_of
-
         for _, experts in experts_in(self._model.foundation):
             yield num_experts_of(experts)
 
