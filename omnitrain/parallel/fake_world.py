@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.hf.stored_tensor import replace_value
-from omnitrain.models.omni.encode import idle_prompt
+from omnitrain.models.omni.encode import idle_prompt, with_all_inputs
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.fsdp.units import ignored_params
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader
@@ -28,7 +28,7 @@ from omnitrain.parallel.parallelize import parallelize_alone
 from omnitrain.parallel.resolve.sources import CallFlags
 from omnitrain.parallel.state import ParallelState, init_state_of, leave_process_groups
 from omnitrain.parallel.step.item_costs import given_costs
-from omnitrain.parallel.step.media_dispatch import StepBatch
+from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.order import order_of_run
 from omnitrain.parallel.step.plan import StepPlanner, topology_of
 from omnitrain.parallel.step.windows import window_chooser
@@ -138,11 +138,11 @@ def parallelize_in(
 
 def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
     """Plan a step for which every rank that draws packs has drawn ``packs``."""
-    topology = topology_of(model)
+    topology, rank = topology_of(model), dist.get_rank()
     peers: Any = SimpleNamespace(
-        rendezvous=SimpleNamespace(rank=dist.get_rank()),
+        rendezvous=SimpleNamespace(rank=topology.owner_of(topology.readers[0])),  # the table of a rank that has packs
         tables=lambda table: [table] * topology.world_size,
-        swap=lambda parcels: parcels,
+        swap=_as_sent,
     )
     planner = StepPlanner(
         topology=topology,
@@ -155,4 +155,10 @@ def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
         divided=model.divided,
         teachers=model.teachers,
     )
-    return planner(packs if dist.get_rank() in topology.readers else [])
+    own = [with_all_inputs(pack, model.divided, model.teachers) for pack in packs]
+    return dispatch_media(planner(packs).plan, rank, own if rank in topology.readers else [], _as_sent)
+
+
+def _as_sent(parcels: Sequence[bytes]) -> list[bytes]:
+    """What a rank gets from ranks that draw what it draws."""
+    return list(parcels)
