@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.rank_meter import Collective
+from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import stages_of
-from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.simulate import Link, simulate
-from omnitrain.recipe.parallel import ComponentPlan
+from omnitrain.parallel.placement import place_components
+from omnitrain.parallel.resolve.sections import full_windows
+from omnitrain.parallel.state import ParallelState, states_of_components
+from omnitrain.plan.placement import Topology
+from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
+from omnitrain.plan.schedule.encoders import encoder_windows
+from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.simulate import Link, Timeline, simulate
+from omnitrain.plan.step import Rates, StepPlan, plan_step
+from omnitrain.plan.tables import MicroBatchFacts, decode_tables, encode_table
+from omnitrain.plan.wavefront.step import SectionLimits, StepOrder, rearranged
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
-from omnitrain.train.planning.cells import Cell, Part
+from omnitrain.train.planning.cells import Cell, Part, Work
 from omnitrain.train.planning.devices import Device, Seconds
+from omnitrain.train.planning.encoding import Encoding
 
 _UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter: 4 tensors read and 3 written, in fp32
+_GATHERED = 2  # bytes of a gathered parameter
+_SUMMED = 4  # bytes of a parameter's gradient until it is reduced
+_AXES = ("tp", "ep", "ep_fsdp", "sequence", "cp", "sp", "fsdp")
+_SHARE = {Kind.F: 1.0, Kind.B: 1.0, Kind.I: 0.5, Kind.W: 0.5}
 
 
 @dataclass(frozen=True)
@@ -28,17 +45,16 @@ class Estimate:
     Attributes:
         seconds: of the step.
         idle: cause -> share of the step in which the busiest ranks wait for it: ``bubble``, ``exchanges`` (collectives
-            that computation waits for), ``weights`` (gathers and reductions of FSDP beyond the computation).
+            that computation waits for), ``weights`` (gathers and reductions of FSDP beyond the computation),
+            ``encoders`` (time that ranks of the foundation encode), ``sections`` (time that they wait for sections).
         memory: cause -> bytes on the fullest rank.
         tokens: of the step, over all ranks.
-        flops: that the model needs for the step, over all ranks.
     """
 
     seconds: float
     idle: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
-    flops: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -46,141 +62,386 @@ class Estimate:
         return sum(self.memory.values())
 
 
-def estimate(
-    model: OmniModel,
-    plan: ComponentPlan,
-    state: ParallelState,
-    cell: Cell,
-    device: Device,
-    num_micro_batches: int,
-    pack_tokens: int,
-) -> Estimate:
-    """Estimate a step of a layout.
+class Price(NamedTuple):
+    """What a pass takes on a device, wherever its ranks are.
+
+    Attributes:
+        computed: seconds.
+        sent: collectives, the axis on which each of them runs, and how often.
+    """
+
+    computed: float
+    sent: tuple[tuple[Collective, str, int], ...]
+
+
+class PricedCell:
+    """A cell on a device."""
+
+    def __init__(self, cell: Cell, device: Device, counted_on: ParallelState) -> None:
+        self.cell, self.device, self.counted_on = cell, device, counted_on
+        kinds = {id(part): part for part in (*cell.blocks, cell.ends)}
+        self._prices = {key: (self._price(part.forward), self._price(part.backward)) for key, part in kinds.items()}
+
+    def of(self, part: Part) -> tuple[Price, Price]:
+        """Return the prices of a part's forward and backward."""
+        return self._prices[id(part)]
+
+    @cached_property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds that the forward and the backward of all parts compute."""
+        prices = [self.of(part) for part in (*self.cell.blocks, self.cell.ends)]
+        return sum(forward.computed for forward, _ in prices), sum(backward.computed for _, backward in prices)
+
+    def _price(self, work: Work) -> Price:
+        computed, sent = 0.0, []
+        for one, times in work.items():
+            if isinstance(one, Op):
+                computed += self.device.seconds_of(one) * times
+            else:
+                sent.append((one, self._axis(one.ranks), times))
+        return Price(computed, tuple(sent))
+
+    def _axis(self, ranks: tuple[int, ...]) -> str:
+        return next((axis for axis in _AXES if self.counted_on.ranks_along(axis) == ranks), "fsdp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A plan that is resolved on ranks that are not there."""
+
+    plan: ParallelPlan  # of the user
+    state: ParallelState  # the ranks of ``main``
+    plans: Mapping[str, ComponentPlan]  # component -> its complete plan
+    topology: Topology
+
+    @classmethod
+    def of(
+        cls, model: OmniModel, plan: ParallelPlan, state: ParallelState, plans: Mapping[str, ComponentPlan]
+    ) -> Layout:
+        """Place the components of a model."""
+        return cls(plan, state, plans, place_components(model, plans, states_of_components(state, plan, plans)))
+
+    @property
+    def sections(self) -> dict[str, ParallelState]:
+        """Section -> its ranks."""
+        return {name: self.state.of_section(name) for name in self.plan.sections}
+
+
+class StepEstimate:
+    """Estimates a step of one layout.
 
     Args:
         model: on the meta device, not parallelized.
-        plan: the complete plan of the foundation.
-        state: its ranks.
-        cell: the parts of the model in this layout of a block.
-        device: of each rank.
-        num_micro_batches: of each rank, in a step.
-        pack_tokens: tokens of a pack.
+        layout: of the model.
+        priced: the parts of the foundation in this layout of a block.
+        encodings: component -> what it does.
+        drawn: the packs of a step, in turn.
+        num_packs: of a step, over all ranks.
     """
-    schedule = schedule_of_plan(plan, num_micro_batches)
-    spans = stages_of(model, plan.schedule or PipelineSchedule(), state).spans if state.size("pp") > 1 else None
-    stages = _stages(cell, spans or ((0, len(cell.blocks)),))
-    timed = [_timed(stage, cell, device, state) for stage in stages]
 
-    def seconds(action: Action) -> float:
-        if action.kind is Kind.OVERLAP_F_B:
-            return sum(map(seconds, action.parts))
-        if action.stage is None or action.kind not in _SHARE:
-            return 0.0
-        forward, backward = timed[action.stage]
-        return _SHARE[action.kind] * (forward if action.kind is Kind.F else backward).total
+    def __init__(
+        self,
+        model: OmniModel,
+        layout: Layout,
+        priced: PricedCell,
+        encodings: Mapping[str, Encoding],
+        drawn: Sequence[MicroBatchFacts],
+        num_packs: int,
+    ) -> None:
+        self._layout, self._priced, self._device, self._encodings = layout, priced, priced.device, encodings
+        self._state, self._plan = layout.state, layout.plans[FOUNDATION]
+        self._axes = {axis: self._state.ranks_along(axis) for axis in _AXES}
+        self._has_stages = self._state.size("pp") > 1
+        schedule = self._plan.schedule or PipelineSchedule()
+        spans = stages_of(model, schedule, self._state).spans if self._has_stages else None
+        self._stages = [list(priced.cell.blocks[start:stop]) for start, stop in spans or ((0, len(priced.cell.blocks)),)]
+        self._stages[-1].append(priced.cell.ends)  # their head takes most of the time
+        self._timed = [(self._pass(stage, 0), self._pass(stage, 1)) for stage in self._stages]
+        self._tokens = sum(drawn[0].lengths)
+        self._hidden = model.foundation.get_input_embeddings().weight.size(1)
+        self._step = self._planned(drawn, num_packs)
+        self._loads = {name: self._step.loads(name).max(axis=1) for name in encodings}
+        self._features = {name: self._feature_bytes(name) for name in encodings}
+        self._schedule, self._timeline = self._simulated()
 
-    hidden = model.foundation.get_input_embeddings().weight.size(1)
-    local_tokens = pack_tokens // state.size("sequence")
-    link = Link(device.latency, device.network * device.memory_efficiency, lambda _: 2 * hidden * local_tokens)
-    timeline = simulate(schedule, seconds, link)
-    update = max(sum(part.optimizer for part in stage) for stage in stages) / 8 * cell.shards / state.size("fsdp")
-    step = float(timeline.makespan) + update * _UPDATE_BYTES / device.bandwidth
-    of_rank = _worst([_rank_seconds(timed, schedule, rank) for rank in range(schedule.num_ranks)])
-    idle = {
-        "bubble": float(timeline.bubble),
-        "exchanges": of_rank.waited * num_micro_batches / step,
-        "weights": max(0.0, of_rank.beside - of_rank.computed - of_rank.waited) * num_micro_batches / step,
-    }
-    replicas = state.size("dp")
-    tokens = pack_tokens * num_micro_batches * replicas
-    return Estimate(step, idle, _memory(stages, schedule, cell, state), tokens)
+    def estimate(self) -> Estimate:
+        """Return the estimate."""
+        number, own = self._step.num_micro_batches, self._timeline
+        sharded = self._priced.cell.shards / self._state.size("fsdp")
+        update = max(sum(part.optimizer for part in stage) for stage in self._stages) / 8 * sharded
+        step = float(own.makespan) + update * _UPDATE_BYTES / self._device.bandwidth
+        busiest = max((self._of_rank(rank) for rank in range(self._schedule.num_pipeline_ranks)), key=lambda s: s.total)
+        waits = _waits_for_sections(own) / step
+        idle = {
+            "bubble": max(0.0, _bubble(own) * float(own.makespan) / step - waits),
+            "exchanges": busiest.waited * number / step,
+            "weights": max(0.0, busiest.beside - busiest.computed - busiest.waited) * number / step,
+            "encoders": self._seconds_encoding() / step,
+            "sections": waits,
+        }
+        return Estimate(step, idle, self._memory(), int(self._step.tokens.sum()))
 
+    def _pass(self, stage: Sequence[Part], which: int) -> Seconds:
+        """The seconds of a stage's forward (0) or backward (1) of a micro-batch."""
+        computed = waited = beside = 0.0
+        for part in stage:
+            price = self._priced.of(part)[which]
+            computed += price.computed
+            waited += self._sent(price, is_waited_for=True)
+            beside += 0.0 if self._has_stages else self._sent(price, is_waited_for=False)
+        return Seconds(computed, waited, beside)
 
-_SHARE = {Kind.F: 1.0, Kind.B: 1.0, Kind.I: 0.5, Kind.W: 0.5}
+    def _sent(self, price: Price, *, is_waited_for: bool, kinds: Sequence[str] = ()) -> float:
+        seconds = 0.0
+        for collective, axis, times in price.sent:
+            ranks = self._axes[axis]
+            if collective.is_waited_for == is_waited_for and len(ranks) > 1 and (not kinds or collective.kind in kinds):
+                num_bytes = collective.num_bytes
+                if axis == "ep_fsdp":  # a rank has fewer experts
+                    num_bytes = int(num_bytes * self._priced.counted_on.size("ep") / self._state.size("ep"))
+                moved = collective._replace(num_bytes=num_bytes, ranks=ranks)
+                seconds += self._device.seconds_of_link(moved) * times
+        return seconds
 
-
-def _stages(cell: Cell, spans: Sequence[tuple[int, int]]) -> list[list[Part]]:
-    """The parts of each stage; the ends are on the last one, where their head is."""
-    stages = [list(cell.blocks[start:stop]) for start, stop in spans]
-    stages[-1].append(cell.ends)
-    return stages
-
-
-def _timed(stage: Sequence[Part], cell: Cell, device: Device, state: ParallelState) -> tuple[Seconds, Seconds]:
-    """The seconds of a stage's forward and backward of a micro-batch."""
-    forward, backward = _Sum(), _Sum()
-    ranks = state.ranks_along("fsdp")
-    for part in stage:
-        whole = int(part.weights * cell.shards / 2)  # gathered in bf16, from fp32 shards
-        gathers = device.seconds_of_link(Collective("all_gather", whole, ranks, False))
-        reduces = device.seconds_of_link(Collective("reduce_scatter", 2 * whole, ranks, False))
-        forward.add(device.seconds(_without_fsdp(part.forward)), gathers)
-        backward.add(device.seconds(_without_fsdp(part.backward)), gathers + reduces)
-    return forward.seconds, backward.seconds
-
-
-class _Sum:
-    def __init__(self) -> None:
-        self.computed = self.waited = self.beside = 0.0
-
-    def add(self, seconds: Seconds, beside: float) -> None:
-        self.computed += seconds.computed
-        self.waited += seconds.waited
-        self.beside += beside
-
-    @property
-    def seconds(self) -> Seconds:
-        return Seconds(self.computed, self.waited, self.beside)
-
-
-def _without_fsdp(work: Any) -> dict[Any, int]:
-    """Work without the gathers of the cell, whose ranks are fewer."""
-    return {one: times for one, times in work.items() if not isinstance(one, Collective) or one.is_waited_for}
-
-
-def _rank_seconds(timed: Sequence[tuple[Seconds, Seconds]], schedule: Schedule, rank: int) -> Seconds:
-    """The seconds of a rank's stages, forward and backward of one micro-batch."""
-    total = _Sum()
-    for stage, of_rank in enumerate(schedule.stage_ranks):
-        if of_rank == rank:
-            for part in timed[stage]:
-                total.add(part, part.beside)
-    return total.seconds
-
-
-def _worst(ranks: Sequence[Seconds]) -> Seconds:
-    return max(ranks, key=lambda seconds: seconds.total)
-
-
-def _memory(stages: Sequence[Sequence[Part]], schedule: Schedule, cell: Cell, state: ParallelState) -> dict[str, float]:
-    """Cause -> bytes on the fullest rank."""
-    found: list[dict[str, float]] = []
-    sharded = cell.shards / state.size("fsdp")
-    for rank in range(schedule.num_ranks):
-        own = [part for stage, parts in enumerate(stages) if schedule.stage_ranks[stage] == rank for part in parts]
-        found.append(
-            {
-                "weights": sum(part.weights for part in own) * sharded,
-                "gradients": sum(part.gradients for part in own) * sharded,
-                "optimizer": sum(part.optimizer for part in own) * sharded,
-                "activations": _most_kept(stages, schedule, rank),
-                "buffers": cell.transient,
-            }
+    def _planned(self, drawn: Sequence[MicroBatchFacts], num_packs: int) -> StepPlan:
+        """Plan the step as the ranks do, with micro-batches in the order in which sections delay nobody."""
+        topology = self._layout.topology
+        owners = topology.owners.tolist()
+        each = num_packs // len(owners)
+        of_rank = {rank: [drawn[(lane * each + k) % len(drawn)] for k in range(each)] for lane, rank in enumerate(owners)}
+        tables = decode_tables(
+            topology, [encode_table(topology, of_rank.get(rank, ())) for rank in range(topology.world_size)]
         )
-    return max(found, key=lambda memory: sum(memory.values()))
+        if not self._layout.plan.sections:
+            return plan_step(topology, tables)
+        forward, backward = self._timed[0]
+        per_cost = {name: self._encoding_seconds(name)[0] for name in self._encodings}
+        rates = Rates((forward.total + backward.total) / self._tokens, per_cost)
+        if each > 1:
+            limits = tuple(
+                SectionLimits(
+                    tuple(section.components), section.ranks, section.slots, section.in_flight, section.encode_twice
+                )
+                for section in self._layout.plan.sections.values()
+            )
+            order = StepOrder(limits, self._state.size("fsdp") > 1)
+            tables = rearranged(topology, tables, order(topology, tables, rates))
+        return plan_step(topology, tables, rates)
 
+    def _encoding_seconds(self, name: str) -> tuple[float, float]:
+        """Seconds of forward and backward of an input element on one rank."""
+        part, elements = self._encodings[name].part, self._encodings[name].elements
+        return (
+            self._device.seconds(part.forward).computed / elements,
+            self._device.seconds(part.backward).computed / elements,
+        )
 
-def _most_kept(stages: Sequence[Sequence[Part]], schedule: Schedule, rank: int) -> float:
-    """The most bytes that forwards of a rank keep at a time, from its actions in their order."""
-    kept = most = 0.0
-    for action in schedule.actions[rank]:
-        for part in action.passes:
-            if part.stage is None:
-                continue
-            size = sum(one.kept for one in stages[part.stage])
-            if part.kind is Kind.F:
-                kept += size
+    def _feature_bytes(self, name: str) -> np.ndarray:
+        """``[M]``: bytes of the features of each micro-batch or window of a data-parallel rank, of the fullest one."""
+        step, topology, encoding = self._step, self._layout.topology, self._encodings[name]
+        items = topology.items_of(name, step.slot)
+        cell = step.slot[items] // max(1, len(topology.media)) * topology.world_size + step.owner[items]
+        number = step.num_micro_batches
+        sums = np.bincount(cell, step.elements[items], number * topology.world_size).reshape(number, -1)
+        return sums.max(axis=1) * encoding.feature_bytes / encoding.elements
+
+    def _encode(self, name: str, window: int, *, is_backward: bool = False) -> float:
+        """Seconds in which the ranks of a component encode a micro-batch or window, or run its backward."""
+        load = int(self._loads[name][window])
+        placement = self._layout.topology.component(name)
+        if not load or (is_backward and not placement.is_trained):
+            return 0.0
+        state = self._state.of_section(self._layout.plan.section_of(name))
+        whole = int(self._encodings[name].part.weights * _GATHERED / 4)
+        ranks = state.ranks_along("fsdp")
+        gathers = self._device.seconds_of_link(Collective("all_gather", whole, ranks, False))
+        if is_backward:
+            gathers += self._device.seconds_of_link(Collective("reduce_scatter", 2 * whole, ranks, False))
+        return max(self._encoding_seconds(name)[is_backward] * load, gathers)
+
+    def _exchange(self, name: str, window: int) -> float:
+        topology = self._layout.topology
+        if not topology.moves(name):
+            return 0.0
+        ranks = topology.component(name).ranks if topology.component(name).place == "world" else self._axes["tp"]
+        return self._device.seconds_of_link(
+            Collective("all_to_all", int(self._features[name][window]), tuple(ranks), True)
+        )
+
+    def _in_forward(self, micro_batch: int, *, is_backward: bool) -> float:
+        """Seconds of the encoders that a forward, or a backward, of the first stage calls."""
+        names = [name for name in self._layout.topology.names("forward") if name in self._encodings]
+        return sum(
+            self._encode(name, micro_batch, is_backward=is_backward) + self._exchange(name, micro_batch)
+            for name in names
+            if self._loads[name][micro_batch]
+        )
+
+    def _seconds(self, action: Action) -> float:
+        if action.kind is Kind.OVERLAP_F_B:
+            return sum(map(self._seconds, action.parts))
+        if action.component != FOUNDATION:
+            return self._seconds_of_encoder(action)
+        if action.stage is None:
+            return 0.0
+        if action.kind in (Kind.UNSHARD, Kind.REDUCE):
+            return self._seconds_of_weights(action)
+        if action.kind not in _SHARE or action.micro_batch is None:
+            return 0.0
+        is_backward = action.kind is not Kind.F
+        filled = self._step.tokens[action.micro_batch].max() / self._tokens
+        seconds = self._timed[action.stage][is_backward].total * filled
+        if action.stage == 0 and action.kind is not Kind.W:
+            seconds += self._in_forward(action.micro_batch, is_backward=is_backward) / _SHARE[action.kind]
+        return _SHARE[action.kind] * seconds
+
+    def _seconds_of_encoder(self, action: Action) -> float:
+        if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+            return self._encode(action.component, action.micro_batch or 0, is_backward=action.kind is Kind.ENCODE_B)
+        return self._exchange(action.component, action.micro_batch or 0) if action.kind is Kind.EXCHANGE else 0.0
+
+    def _seconds_of_weights(self, action: Action) -> float:
+        """A pipeline gathers the weights of a stage once in a step, and reduces its gradients once."""
+        assert action.stage is not None
+        which, kind = (0, "all_gather") if action.kind is Kind.UNSHARD else (1, "reduce_scatter")
+        prices = [self._priced.of(part)[which] for part in self._stages[action.stage]]
+        return sum(self._sent(price, is_waited_for=False, kinds=(kind,)) for price in prices)
+
+    def _simulated(self) -> tuple[Schedule, Timeline]:
+        plan, number = self._layout.plan, self._step.num_micro_batches
+        placements = [self._layout.topology.component(name) for name in self._encodings]
+        schedule = schedule_of_plan(self._plan, number, encoder_windows(placements, number))
+        if plan.sections:
+            windows = [full_windows(plan, self._layout.plans, name, number) for name in plan.sections]
+            windows = [
+                replace(
+                    of, encoded={c: [w for w in own if self._step.is_active(c, w)] for c, own in of.encoded.items()}
+                )
+                for of in windows
+            ]
+            schedule = with_sections(schedule, windows, self._seconds, self._encode)
+        return schedule, simulate(schedule, self._seconds, self._link())
+
+    def _link(self) -> Link:
+        device, stages = self._device, self._state.ranks_along("pp")
+        far = max(stages) - min(stages) if self._has_stages and not self._layout.plan.sections else device.per_node
+        rate = (device.link if far < device.per_node else device.network) * device.memory_efficiency
+        return Link(device.latency, rate, self._message_bytes)
+
+    def _message_bytes(self, action: Action) -> float:
+        if action.component == FOUNDATION:
+            return 2 * self._hidden * self._tokens / self._state.size("sequence")
+        lanes, ranks = self._state.size("dp"), self._layout.plan.sections
+        senders = ranks[self._layout.plan.section_of(action.component)].ranks
+        return float(self._features[action.component][action.micro_batch or 0]) * max(1.0, lanes / senders)
+
+    def _of_rank(self, rank: int) -> Seconds:
+        """The seconds of a rank's stages, forward and backward of one micro-batch."""
+        own = [part for stage in self._schedule.stages_of(rank) for part in self._timed[stage]]
+        return Seconds(sum(s.computed for s in own), sum(s.waited for s in own), sum(s.beside for s in own))
+
+    def _seconds_encoding(self) -> float:
+        """Seconds of the first stage's rank in which it encodes."""
+        row = self._schedule.actions[self._schedule.stage_ranks[0]]
+        actions = sum(self._seconds_of_encoder(action) for action in row if action.component != FOUNDATION)
+        inside = (self._in_forward(k, is_backward=b) for k in range(self._step.num_micro_batches) for b in (False, True))
+        return actions + sum(inside)
+
+    def _memory(self) -> dict[str, float]:
+        """Cause -> bytes on the fullest rank."""
+        found = [self._memory_of_stage_rank(rank) for rank in range(self._schedule.num_pipeline_ranks)]
+        found += [self._memory_of_section(name, state) for name, state in self._layout.sections.items()]
+        return max(found, key=lambda memory: sum(memory.values()))
+
+    def _memory_of_stage_rank(self, rank: int) -> dict[str, float]:
+        cell = self._priced.cell
+        own = [part for stage in self._schedule.stages_of(rank) for part in self._stages[stage]]
+        sharded = cell.shards / self._state.size("fsdp")
+        found = {
+            "weights": sum(part.weights for part in own) * sharded,
+            "gradients": sum(part.gradients for part in own) * sharded,
+            "optimizer": sum(part.optimizer for part in own) * sharded,
+            "activations": self._most_kept(rank),
+            "features": 0.0,
+            "buffers": cell.transient,
+        }
+        if self._has_stages:  # its weights stay gathered, and gradients are reduced at the end of the step
+            whole = sum(part.weights for part in own) * cell.shards / 4
+            found["buffers"] += whole * (_GATHERED + _SUMMED) / self._state.size("ep")
+        for name, encoding in self._encodings.items():
+            if self._layout.plan.section_of(name) == MAIN:
+                if rank == 0 or self._layout.topology.component(name).edge == "exchange":
+                    _add_static(found, encoding.part, self._state.size("fsdp"))
+                found["features"] += 2 * float(self._features[name].max(initial=0))
+        return found
+
+    def _memory_of_section(self, section: str, state: ParallelState) -> dict[str, float]:
+        found = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "features", "buffers"), 0.0)
+        row = self._schedule.actions[self._schedule.num_pipeline_ranks + [*self._layout.sections].index(section)]
+        for name in self._layout.plan.sections[section].components:
+            if name in self._encodings:
+                encoding = self._encodings[name]
+                _add_static(found, encoding.part, state.size("fsdp"))
+                found["features"] += 2 * float(self._features[name].max(initial=0))
+                found["activations"] += self._kept_encoding(name, row)
+        return found
+
+    def _kept_encoding(self, name: str, row: Iterable[Action]) -> float:
+        """The most bytes that forwards of an encoder keep at a time."""
+        kept = most = 0.0
+        encoding = self._encodings[name]
+        for action in row:
+            if action.component == name and action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+                size = float(self._loads[name][action.micro_batch or 0]) * encoding.part.kept / encoding.elements
+                kept += size if action.kind is Kind.ENCODE else -size
                 most = max(most, kept)
-            elif part.kind in (Kind.B, Kind.W):
-                kept -= size
-    return most
+        return most
+
+    def _most_kept(self, rank: int) -> float:
+        """The most bytes that forwards of a rank keep at a time, from its actions in their order."""
+        row = self._schedule.actions[rank]
+        sizes = defaultdict[tuple[int, int], float](float)
+        kept = most = 0.0
+        for action in row:
+            for part in action.passes:
+                if part.stage is None or part.micro_batch is None:
+                    continue
+                key = (part.stage, part.micro_batch)
+                if part.kind is Kind.F:
+                    sizes[key] = sum(one.kept for one in self._stages[part.stage])
+                    if part.stage == 0:
+                        sizes[key] += self._kept_in_forward(part.micro_batch)
+                    kept += sizes[key]
+                    most = max(most, kept)
+                elif part.kind in (Kind.B, Kind.W):
+                    kept -= sizes.pop(key, 0.0)
+        return most + sum(self._kept_encoding(name, row) for name in self._layout.topology.names("exchange"))
+
+    def _kept_in_forward(self, micro_batch: int) -> float:
+        return sum(
+            float(self._loads[name][micro_batch]) * self._encodings[name].part.kept / self._encodings[name].elements
+            for name in self._layout.topology.names("forward")
+            if name in self._encodings
+        )
+
+
+def _add_static(memory: dict[str, float], part: Part, shards: int) -> None:
+    for cause in ("weights", "gradients", "optimizer"):
+        memory[cause] += getattr(part, cause) / shards
+
+
+def _bubble(timeline: Timeline) -> float:
+    """Share of the step in which ranks of the foundation do not compute, mean over these."""
+    ranks = range(timeline.schedule.num_pipeline_ranks)
+    return float(sum(map(timeline.idle, ranks)) / timeline.makespan / len(ranks)) if timeline.makespan else 0.0
+
+
+def _waits_for_sections(timeline: Timeline) -> float:
+    """Seconds for which the first stage waits for messages of sections."""
+    waited = free = 0.0
+    for event in timeline.events[timeline.schedule.stage_ranks[0]]:
+        if event.action.kind in RECEIVES and event.action.stage is None:
+            waited += max(0.0, float(event.end) - free)
+        if event.action.computes or event.action.kind in RECEIVES:
+            free = max(free, float(event.end))
+    return waited

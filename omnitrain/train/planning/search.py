@@ -1,9 +1,14 @@
-"""Choose a layout: those that the model and the ranks allow, each with what a step takes, or why it is out."""
+"""Choose a layout: those that the model and the ranks allow, each with what a step takes, or why it is out.
+
+The joint search goes through all of them by a lower bound of their seconds, the least first, and ends when the bound is
+above what was found. The search in two stages is that of Maestro (arXiv:2605.10501): first the foundation's layout,
+then the fewest ranks for encoders with which they never make it wait.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -11,14 +16,19 @@ from omnitrain.errors import UserError
 from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.state import ParallelState
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
-from omnitrain.train.planning.cells import Cell, count_cell
+from omnitrain.plan.tables import MicroBatchFacts
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, Section
+from omnitrain.train.planning.cells import count_cell
 from omnitrain.train.planning.devices import Device
-from omnitrain.train.planning.estimate import Estimate, estimate
+from omnitrain.train.planning.encoding import Encoding, count_encoder
+from omnitrain.train.planning.estimate import Estimate, Layout, PricedCell, StepEstimate
 from omnitrain.train.planning.rank_run import Training
 
 _RECOMPUTE = ("none", "selective", "full")
 _HEADROOM = 0.95  # share of a device's memory that a layout may take: allocators and libraries need the rest
+_STAGES = 16  # most pipeline ranks that are tried
+_WAITS = 0.01  # share of a step that the foundation may wait for encoders of which it "never" waits
+SECTION = "encoders"
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Candidate:
     """A layout, and what became of it.
 
     Attributes:
-        degrees: axis -> degree, of those above 1, and ``recompute``.
+        degrees: axis -> degree, of those above 1, ``recompute``, and where encoders run.
         plan: the plan that has them.
         found: the estimate; None: it was not estimated.
         reason: why it is out; empty: it is not.
@@ -51,45 +61,107 @@ class Search:
         fitting: by the seconds of a token, the fastest first.
         rejected: those that do not fit the memory.
         refused: those that the model or the number of ranks does not allow.
+        slower: those that were not estimated: a lower bound of their seconds is above what was found.
     """
 
     fitting: list[Candidate] = field(default_factory=list)
     rejected: list[Candidate] = field(default_factory=list)
     refused: list[Candidate] = field(default_factory=list)
+    slower: list[Candidate] = field(default_factory=list)
+
+    def add(self, judged: Candidate) -> None:
+        """Put a candidate where it belongs."""
+        if judged.found is None:
+            self.refused.append(judged)
+        else:
+            (self.rejected if judged.reason else self.fitting).append(judged)
+            self.fitting.sort(key=_seconds)
+
+
+def _seconds(candidate: Candidate) -> float:
+    assert candidate.found is not None
+    return candidate.found.seconds
 
 
 class Planner:
     """Estimates layouts of a model on ``num_ranks`` devices.
 
     Args:
-        training: what each rank trains.
-        plan: the user's plan; what it sets beside degrees and recompute stays.
+        training: what each rank trains; its pack has no media.
+        plan: the user's plan; what it sets beside degrees, recompute and the place of encoders stays.
         device: of each rank.
         num_ranks: their number.
         packs_per_step: of all ranks.
+        drawn: packs of the data, which steps have in turn; empty: packs of text.
     """
 
     def __init__(
-        self, training: Training, plan: ParallelPlan, device: Device, num_ranks: int, packs_per_step: int
+        self,
+        training: Training,
+        plan: ParallelPlan,
+        device: Device,
+        num_ranks: int,
+        packs_per_step: int,
+        drawn: Sequence[MicroBatchFacts] = (),
     ) -> None:
         self._training, self._plan, self._device, self._num_ranks = training, plan, device, num_ranks
         self._packs_per_step, self._model = packs_per_step, training.model
-        self._cells: dict[tuple[Any, ...], Cell] = {}
+        pack = training.pack
+        self._drawn = [*drawn] or [MicroBatchFacts(pack.loss_counts(), pack.info.lengths)]
+        listed = {medium for facts in self._drawn for medium, items in facts.items.items() if items}
+        used = [name for name, media in self._model.media_names.items() if listed.intersection(media)]
+        self.encodings: dict[str, Encoding] = {name: count_encoder(training, plan, name) for name in used}
+        self._cells: dict[tuple[Any, ...], PricedCell] = {}
 
-    def search(self, say: Callable[[str], None] = lambda _: None) -> Search:
-        """Estimate all layouts. Sequences are divided only if nothing else fits or gives every rank a pack."""
+    @property
+    def num_counted(self) -> int:
+        """Number of layouts of a block that were counted."""
+        return len(self._cells)
+
+    def search(self, say: Callable[[str], None] = lambda _: None, top: int = 1) -> Search:
+        """Find the ``top`` fastest layouts. Sequences are divided only if nothing else fits or gives all ranks a pack."""
         found = Search()
-        for sequence in self._powers(self._num_ranks):
-            candidates = list(self._candidates(sequence))
-            for candidate in candidates:
-                done = self.judge(candidate)
-                kept = found.fitting if done.found and not done.reason else found.rejected
-                (kept if done.found else found.refused).append(done)
+        for sequence in _powers(self._num_ranks):
+            candidates = [*self.candidates(sequence)]
+            self.joint(candidates, found, top)
             say(f"sequences over {sequence} ranks: {len(candidates)} layouts")
             if found.fitting:
                 break
-        found.fitting.sort(key=lambda one: one.found.seconds / one.found.tokens)  # type: ignore[union-attr]
         return found
+
+    def joint(self, candidates: Iterable[Candidate], found: Search, top: int) -> None:
+        """Estimate candidates by their bounds, the least first, until none that is left can be among the fastest."""
+        bounded = [(self._bound(candidate), candidate) for candidate in candidates]
+        found.refused.extend(judged for judged, _ in bounded if isinstance(judged, Candidate))
+        open_ = [(bound, candidate) for bound, candidate in bounded if not isinstance(bound, Candidate)]
+        for bound, candidate in sorted(open_, key=lambda pair: pair[0].seconds):
+            if len(found.fitting) >= top and bound.seconds >= _seconds(found.fitting[top - 1]):
+                found.slower.append(replace(candidate, reason=f"slower: at least {bound.seconds:.3g} s a step"))
+            elif bound.peak > self._limit:
+                found.rejected.append(replace(candidate, found=bound, reason=self._too_much(bound, "at least ")))
+            else:
+                found.add(self.judge(candidate))
+
+    def two_stages(self, sequence: int = 1) -> Candidate | None:
+        """Find a layout in two stages; None: none fits. Without media, there is only the first stage."""
+        sections = [0, *_powers(self._num_ranks // 2)] if self.encodings and not self._plan.sections else [0]
+        best: Candidate | None = None
+        for ranks in sections:
+            alone = Planner(self._training, self._plan, self._device, self._num_ranks - ranks, self._packs_per_step)
+            alone._cells = self._cells
+            found = Search()
+            alone.joint(alone.candidates(sequence), found, 1)
+            if not found.fitting:
+                continue
+            first = found.fitting[0]
+            places = self._in_section(ranks) if ranks else {}
+            judged = self.judge(_placed(first, places))
+            if judged.found is None or judged.reason:
+                continue
+            best = judged if best is None or _seconds(judged) < _seconds(best) else best
+            if ranks and judged.found.idle["sections"] <= _WAITS:
+                break
+        return best
 
     def judge(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its estimate, or with why it is out."""
@@ -98,59 +170,149 @@ class Planner:
                 self._model, candidate.plan, self._training.mixed_precision, self._num_ranks
             )
         except UserError as error:
-            return Candidate(candidate.degrees, candidate.plan, reason=error.problems[0])
-        replicas = state.size("dp")
-        if self._packs_per_step % replicas:
-            reason = f"{self._packs_per_step} packs of a step on {replicas} data-parallel ranks"
-            return Candidate(candidate.degrees, candidate.plan, reason=reason)
-        found = self.estimate(candidate.plan, state, plans[FOUNDATION])
-        limit = self._device.memory * _HEADROOM
-        reason = "" if found.peak <= limit else f"memory: {found.peak / 2**30:.1f} of {limit / 2**30:.1f} GiB"
-        return Candidate(candidate.degrees, candidate.plan, found, reason)
+            return replace(candidate, reason=error.problems[0])
+        if self._packs_per_step % state.size("dp"):
+            return replace(candidate, reason=self._indivisible(state.size("dp")))
+        found = self.estimate(Layout.of(self._model, candidate.plan, state, plans))
+        reason = "" if found.peak <= self._limit else self._too_much(found)
+        return replace(candidate, found=found, reason=reason)
 
-    def estimate(self, plan: ParallelPlan, state: ParallelState, of_foundation: ComponentPlan) -> Estimate:
-        """Estimate a plan that fits."""
-        cell = self._cell(plan, state)
-        each = self._packs_per_step // state.size("dp")
-        tokens = int(self._training.pack.input_ids.numel())
-        return estimate(self._model, of_foundation, state, cell, self._device, each, tokens)
+    def estimate(self, layout: Layout) -> Estimate:
+        """Estimate a layout that resolves."""
+        priced = self._cell(layout.plan, layout.state)
+        return StepEstimate(
+            self._model, layout, priced, self.encodings, self._drawn, self._packs_per_step
+        ).estimate()
 
-    def _cell(self, plan: ParallelPlan, state: ParallelState) -> Cell:
-        """Count, once, the layout of a block: as few ranks as it takes, twice data parallel, without a pipeline."""
-        inside = {axis: state.size(axis) for axis in ("tp", "cp", "sp", "ep")}
-        foundation = plan.of(FOUNDATION)
-        key = (*inside.values(), str(foundation.memory), str(foundation.experts))
-        if key not in self._cells:
-            shards = max(2 * inside["cp"] * inside["sp"], inside["ep"])
-            alone = _with(plan, {"pp": None, "schedule": None, "dp_shard": None, "dp_replicate": None, "mode": None})
-            ranks = inside["tp"] * shards
-            self._cells[key] = count_cell(self._training, alone, ranks)
-        return self._cells[key]
-
-    def _candidates(self, sequence: int) -> Iterator[Candidate]:
+    def candidates(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
-        experts = max((number for number in self._numbers_of_experts()), default=1)
-        inside = self._device.per_node
-        for tp, pp, ep in product(self._powers(min(inside, 8)), self._powers(16), self._powers(experts)):
-            if tp * pp * sequence > self._num_ranks or (ep > 1 and ep > self._num_ranks // (tp * pp)):
-                continue
-            for recompute in _RECOMPUTE:
+        experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
+        for places in self._places():
+            ranks = self._num_ranks - sum(place.ranks for place in places.values() if isinstance(place, Section))
+            for tp, pp, ep in product(_powers(min(self._device.per_node, 8)), _powers(_STAGES), _powers(experts)):
+                if ranks % (tp * pp * sequence) or (ranks // (tp * pp)) % ep:
+                    continue
                 degrees = {"tp": tp, "ulysses": sequence, "pp": pp, "ep": ep}
                 changes: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
-                plan = _with(self._plan, changes | {"memory.recompute": recompute})
-                named = dict(changes) if recompute == "none" else changes | {"recompute": f"recompute-{recompute}"}
-                yield Candidate(named or {"dp": self._num_ranks}, plan)
+                for recompute in _RECOMPUTE:
+                    plan = _with(self._plan, FOUNDATION, changes | {"memory.recompute": recompute})
+                    named = dict(changes) if recompute == "none" else changes | {"recompute": f"recompute-{recompute}"}
+                    yield _placed(Candidate(named or {"dp": ranks}, plan), places)
 
-    def _numbers_of_experts(self) -> Iterator[int]:
-        for _, experts in experts_in(self._model.foundation):
-            yield num_experts_of(experts)
+    def _places(self) -> Iterator[dict[str, Section | dict[str, Any]]]:
+        """Yield what may be done with encoders: as the plan has them, on all ranks, or in a section."""
+        yield {}
+        if not self.encodings or self._plan.sections:
+            return
+        for window in (1, "step"):
+            yield dict.fromkeys(self.encodings, {"place": "world", "encode.window": window})
+        for ranks in _powers(self._num_ranks // 2):
+            yield self._in_section(ranks)
 
-    @staticmethod
-    def _powers(most: int) -> list[int]:
-        return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+    def _in_section(self, ranks: int) -> dict[str, Section | dict[str, Any]]:
+        return {SECTION: Section(components=[*self.encodings], ranks=ranks)}
+
+    @property
+    def _limit(self) -> float:
+        return self._device.memory * _HEADROOM
+
+    def _too_much(self, found: Estimate, least: str = "") -> str:
+        return f"memory: {least}{found.peak / 2**30:.1f} of {self._limit / 2**30:.1f} GiB"
+
+    def _indivisible(self, replicas: int) -> str:
+        return f"{self._packs_per_step} packs of a step on {replicas} data-parallel ranks"
+
+    def _bound(self, candidate: Candidate) -> Estimate | Candidate:
+        """Return the least seconds and bytes that a layout can have, or the candidate with why it is out.
+
+        A block on ``n`` ranks computes at least an n-th of what it computes on one.
+        """
+        plan = candidate.plan.of(FOUNDATION)
+        tp, pp, sequence = plan.tp or 1, plan.pp or 1, (plan.ulysses or 1) * (plan.cp or 1)
+        of_sections = sum(section.ranks for section in candidate.plan.sections.values())
+        main = self._num_ranks - of_sections
+        replicas = main // (tp * pp * sequence)
+        if not replicas or self._packs_per_step % replicas:
+            return replace(candidate, reason=self._indivisible(replicas))
+        number, one = self._packs_per_step // replicas, self._whole(candidate.plan)
+        work = sum(one.seconds) / (tp * sequence)
+        encodes = self._encodes
+        on_main = 0.0 if of_sections or pp > 1 else encodes / main
+        seconds = max(number * work / _share_of_busiest(pp, number) + on_main, encodes / of_sections if of_sections else 0)
+        parts = [*one.cell.blocks, one.cell.ends]
+        static = sum(part.static for part in parts) * one.cell.shards / main
+        kept = sum(part.kept for part in parts) / (tp * sequence * pp)
+        return Estimate(seconds, memory={"weights": static, "activations": kept})
+
+    @property
+    def _encodes(self) -> float:
+        """Seconds in which one rank encodes all items of a step, forward and backward."""
+        total = 0.0
+        for name, encoding in self.encodings.items():
+            media = self._model.media_names[name]
+            of_packs = [sum(i.cost for m in media for i in facts.items.get(m, ())) for facts in self._drawn]
+            cost = sum(of_packs[k % len(of_packs)] for k in range(self._packs_per_step))
+            part = encoding.part
+            seconds = self._device.seconds(part.forward).computed + self._device.seconds(part.backward).computed
+            total += seconds / encoding.elements * cost
+        return total
+
+    def _whole(self, plan: ParallelPlan) -> PricedCell:
+        """The cell of a block that no ranks share."""
+        return self._counted(_with(plan, FOUNDATION, dict.fromkeys(("tp", "pp", "ulysses", "cp", "ep"))), 1, 1, 1)
+
+    def _cell(self, plan: ParallelPlan, state: ParallelState) -> PricedCell:
+        return self._counted(plan, state.size("tp"), state.size("sequence"), state.size("ep"))
+
+    def _counted(self, plan: ParallelPlan, tp: int, sequence: int, ep: int) -> PricedCell:
+        """Count, once, the layout of a block: twice data parallel, without a pipeline.
+
+        Experts on any number of ranks do the same for as many tokens: one number of ranks, which no other axis has,
+        stands for all.
+        """
+        foundation = plan.of(FOUNDATION)
+        stands = 2 * sequence if ep > 1 else 1
+        key = (tp, foundation.cp, foundation.ulysses, stands, str(foundation.memory), str(foundation.experts))
+        if key not in self._cells:
+            nothing = dict.fromkeys(("pp", "schedule", "dp_shard", "dp_replicate", "mode"))
+            alone = _with(plan, FOUNDATION, nothing | {"ep": stands if ep > 1 else None})
+            alone = alone.model_copy(update={"sections": {}})
+            ranks = tp * 2 * max(sequence, stands)
+            state, _ = resolve_without_ranks(self._model, alone, self._training.mixed_precision, ranks)
+            cell = count_cell(self._training, alone, ranks)
+            encoders = sum(encoding.part.weights for encoding in self.encodings.values()) / cell.shards
+            ends = replace(cell.ends, weights=cell.ends.weights - encoders)
+            self._cells[key] = PricedCell(replace(cell, ends=ends), self._device, state)
+        return self._cells[key]
 
 
-def _with(plan: ParallelPlan, values: Mapping[str, Any]) -> ParallelPlan:
-    """The plan with these values of the foundation."""
-    own = plan.components.get(FOUNDATION, ComponentPlan())
-    return plan.model_copy(update={"components": {**plan.components, FOUNDATION: own.changed(values)}})
+def _share_of_busiest(stages: int, number: int) -> float:
+    """The largest share of a micro-batch's work that the work of a stage can be for the step to end in time.
+
+    With stages of work ``w``, stage ``r`` ends at ``w_0 + ... + w_(r-1) + number * w_r`` at best. The least maximum of
+    these is ``number * work`` over this.
+    """
+    return number * (1 - (1 - 1 / number) ** stages) if stages > 1 else 1.0
+
+
+def _placed(candidate: Candidate, places: Mapping[str, Section | Mapping[str, Any]]) -> Candidate:
+    """The candidate with encoders at other places: component -> values of its plan, or section -> it."""
+    plan, degrees = candidate.plan, dict(candidate.degrees)
+    for name, place in places.items():
+        if isinstance(place, Section):
+            plan = plan.model_copy(update={"sections": {name: place}})
+            degrees |= {"section": f"+section{place.ranks}"}
+        else:
+            plan = _with(plan, name, place)
+            degrees |= {"encoders": f"world-{place['encode.window']}"}
+    return replace(candidate, plan=plan, degrees=degrees)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+
+
+def _with(plan: ParallelPlan, component: str, values: Mapping[str, Any]) -> ParallelPlan:
+    """The plan with these values of a component."""
+    own = plan.components.get(component, ComponentPlan())
+    return plan.model_copy(update={"components": {**plan.components, component: own.changed(values)}})
