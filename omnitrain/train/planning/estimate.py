@@ -12,7 +12,7 @@ from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import stages_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.simulate import Link, simulate
+from omnitrain.plan.schedule.simulate import MessageCost, simulate
 from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning.cells import Cell, Part
@@ -81,7 +81,7 @@ def estimate(
 
     hidden = model.foundation.get_input_embeddings().weight.size(1)
     local_tokens = pack_tokens // state.size("sequence")
-    link = Link(device.latency, device.network * device.memory_efficiency, lambda _: 2 * hidden * local_tokens)
+    link = MessageCost(device.latency, device.network * device.memory_efficiency, lambda _: 2 * hidden * local_tokens)
     timeline = simulate(schedule, seconds, link)
     update = max(sum(part.optimizer for part in stage) for stage in stages) / 8 * cell.shards / state.size("fsdp")
     step = float(timeline.makespan) + update * _UPDATE_BYTES / device.bandwidth

@@ -58,6 +58,24 @@ class Search:
     refused: list[Candidate] = field(default_factory=list)
 
 
+_SIZES = {"tp": "tp", "ulysses": "sp", "pp": "pp", "ep": "ep"}  # degree of a candidate -> axis of a state
+
+
+def steps_apart(left: Candidate, right: Candidate) -> int:
+    """Return in how many steps one layout becomes the other: a degree times 2, or the next recompute."""
+    steps = sum(abs(_exponent(left, axis) - _exponent(right, axis)) for axis in _SIZES)
+    return steps + abs(_recomputed(left) - _recomputed(right))
+
+
+def _exponent(candidate: Candidate, axis: str) -> int:
+    return int(candidate.degrees.get(axis, 1)).bit_length()
+
+
+def _recomputed(candidate: Candidate) -> int:
+    mode = str(candidate.degrees.get("recompute", "none")).removeprefix("recompute-")
+    return _RECOMPUTE.index(mode) if mode in _RECOMPUTE else len(_RECOMPUTE)
+
+
 class Planner:
     """Estimates layouts of a model on ``num_ranks`` devices.
 
@@ -75,6 +93,20 @@ class Planner:
         self._training, self._plan, self._device, self._num_ranks = training, plan, device, num_ranks
         self._packs_per_step, self._model = packs_per_step, training.model
         self._cells: dict[tuple[Any, ...], Cell] = {}
+
+    def own(self) -> Candidate:
+        """Return the layout of the user's plan."""
+        state, plans = resolve_without_ranks(self._model, self._plan, self._training.mixed_precision, self._num_ranks)
+        sizes = {axis: state.size(of) for axis, of in _SIZES.items()}
+        degrees: dict[str, Any] = {axis: size for axis, size in sizes.items() if size > 1}
+        if (mode := plans[FOUNDATION].memory.mode) != "none":
+            degrees["recompute"] = f"recompute-{mode}"
+        return Candidate(degrees or {"dp": self._num_ranks}, self._plan)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all layouts that the search may look at."""
+        for sequence in self._powers(self._num_ranks):
+            yield from self._candidates(sequence)
 
     def search(self, say: Callable[[str], None] = lambda _: None) -> Search:
         """Estimate all layouts. Sequences are divided only if nothing else fits or gives every rank a pack."""
