@@ -109,14 +109,14 @@ MEASURED = "measured"
 def find_device(name: str, *, per_node: int | None = None, memory: float | None = None) -> Device:
     """Return a device by its name; ``measured``: this machine's CPU, measured in a second.
 
-    ``per_node``, ``memory``: in place of its own; memory in GiB.
+    ``per_node``, ``memory``: in place of its own; memory in bytes.
     """
     if name != MEASURED and name not in DEVICES:
         raise UserError(f"--device {name}: unknown; {hint(name, [*DEVICES, MEASURED])}")
     device = _this_cpu() if name == MEASURED else DEVICES[name]
     if per_node is not None:
         device = replace(device, per_node=per_node)
-    return device if memory is None else replace(device, memory=memory * 2**30)
+    return device if memory is None else replace(device, memory=memory)
 
 
 def _this_cpu() -> Device:

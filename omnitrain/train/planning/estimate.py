@@ -14,6 +14,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import stages_of
+<<<<<<< HEAD
 from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
@@ -21,11 +22,17 @@ from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
-from omnitrain.plan.schedule.simulate import Link, Timeline, simulate
+from omnitrain.plan.schedule.simulate import MessageCost, Timeline, simulate
 from omnitrain.plan.step import Rates, StepPlan, plan_step
 from omnitrain.plan.tables import MicroBatchFacts, decode_tables, encode_table
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder, rearranged
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+=======
+from omnitrain.parallel.state import ParallelState
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+from omnitrain.plan.schedule.simulate import MessageCost, simulate
+from omnitrain.recipe.parallel import ComponentPlan
+>>>>>>> wt-plan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning.cells import Cell, Part, Work
 from omnitrain.train.planning.devices import Device, Seconds
@@ -164,6 +171,7 @@ class StepEstimate:
         self._features = {name: self._feature_bytes(name) for name in encodings}
         self._schedule, self._timeline = self._simulated()
 
+<<<<<<< HEAD
     def estimate(self) -> Estimate:
         """Return the estimate."""
         number, own = self._step.num_micro_batches, self._timeline
@@ -180,6 +188,23 @@ class StepEstimate:
             "sections": waits,
         }
         return Estimate(step, idle, self._memory(), int(self._step.tokens.sum()))
+=======
+    hidden = model.foundation.get_input_embeddings().weight.size(1)
+    local_tokens = pack_tokens // state.size("sequence")
+    link = MessageCost(device.latency, device.network * device.memory_efficiency, lambda _: 2 * hidden * local_tokens)
+    timeline = simulate(schedule, seconds, link)
+    update = max(sum(part.optimizer for part in stage) for stage in stages) / 8 * cell.shards / state.size("fsdp")
+    step = float(timeline.makespan) + update * _UPDATE_BYTES / device.bandwidth
+    of_rank = _worst([_rank_seconds(timed, schedule, rank) for rank in range(schedule.num_ranks)])
+    idle = {
+        "bubble": float(timeline.bubble),
+        "exchanges": of_rank.waited * num_micro_batches / step,
+        "weights": max(0.0, of_rank.beside - of_rank.computed - of_rank.waited) * num_micro_batches / step,
+    }
+    replicas = state.size("dp")
+    tokens = pack_tokens * num_micro_batches * replicas
+    return Estimate(step, idle, _memory(stages, schedule, cell, state), tokens)
+>>>>>>> wt-plan
 
     def _pass(self, stage: Sequence[Part], which: int) -> Seconds:
         """The seconds of a stage's forward (0) or backward (1) of a micro-batch."""
@@ -322,11 +347,11 @@ class StepEstimate:
             schedule = with_sections(schedule, windows, self._seconds, self._encode)
         return schedule, simulate(schedule, self._seconds, self._link())
 
-    def _link(self) -> Link:
+    def _link(self) -> MessageCost:
         device, stages = self._device, self._state.ranks_along("pp")
         far = max(stages) - min(stages) if self._has_stages and not self._layout.plan.sections else device.per_node
         rate = (device.link if far < device.per_node else device.network) * device.memory_efficiency
-        return Link(device.latency, rate, self._message_bytes)
+        return MessageCost(device.latency, rate, self._message_bytes)
 
     def _message_bytes(self, action: Action) -> float:
         if action.component == FOUNDATION:

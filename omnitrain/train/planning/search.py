@@ -12,10 +12,16 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+import numpy as np
+
+from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
+from omnitrain.models.omni.encode import idle_prompt
+from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.weights import experts_in, num_experts_of
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.state import ParallelState
+from omnitrain.parallel.step.plan import facts_of
 from omnitrain.plan.tables import MicroBatchFacts
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, Section
 from omnitrain.train.planning.cells import count_cell
@@ -83,16 +89,36 @@ def _seconds(candidate: Candidate) -> float:
     return candidate.found.seconds
 
 
+_SIZES = {"tp": "tp", "ulysses": "sp", "pp": "pp", "ep": "ep"}  # degree of a candidate -> axis of a state
+_PLACES = ("section", "encoders")
+
+
+def steps_apart(left: Candidate, right: Candidate) -> int:
+    """Return in how many steps one layout becomes the other: a degree times 2, the next recompute, another place."""
+    steps = sum(abs(_exponent(left, axis) - _exponent(right, axis)) for axis in _SIZES)
+    moved = any(left.degrees.get(place) != right.degrees.get(place) for place in _PLACES)
+    return steps + abs(_recomputed(left) - _recomputed(right)) + moved
+
+
+def _exponent(candidate: Candidate, axis: str) -> int:
+    return int(candidate.degrees.get(axis, 1)).bit_length()
+
+
+def _recomputed(candidate: Candidate) -> int:
+    mode = str(candidate.degrees.get("recompute", "none")).removeprefix("recompute-")
+    return _RECOMPUTE.index(mode) if mode in _RECOMPUTE else len(_RECOMPUTE)
+
+
 class Planner:
     """Estimates layouts of a model on ``num_ranks`` devices.
 
     Args:
-        training: what each rank trains; its pack has no media.
+        training: what each rank trains. If its pack has media, only encoders may have them.
         plan: the user's plan; what it sets beside degrees, recompute and the place of encoders stays.
         device: of each rank.
         num_ranks: their number.
         packs_per_step: of all ranks.
-        drawn: packs of the data, which steps have in turn; empty: packs of text.
+        drawn: packs of the data, which steps have in turn; empty: that of ``training``.
     """
 
     def __init__(
@@ -104,14 +130,32 @@ class Planner:
         packs_per_step: int,
         drawn: Sequence[MicroBatchFacts] = (),
     ) -> None:
-        self._training, self._plan, self._device, self._num_ranks = training, plan, device, num_ranks
+        self._plan, self._device, self._num_ranks = plan, device, num_ranks
         self._packs_per_step, self._model = packs_per_step, training.model
-        pack = training.pack
-        self._drawn = [*drawn] or [MicroBatchFacts(pack.loss_counts(), pack.info.lengths)]
+        pack, model = training.pack, training.model
+        self._drawn = [*drawn] or [facts_of(pack, model.runner.apart)]
         listed = {medium for facts in self._drawn for medium, items in facts.items.items() if items}
-        used = [name for name, media in self._model.media_names.items() if listed.intersection(media)]
-        self.encodings: dict[str, Encoding] = {name: count_encoder(training, plan, name) for name in used}
+        used = [name for name, media in model.media_names.items() if listed.intersection(media)]
+        self.encodings: dict[str, Encoding] = {}
+        if not pack.targets:  # otherwise decoders, and the encoders with them, are counted with the foundation
+            self.encodings = {name: count_encoder(training, plan, name) for name in used}
+            training = replace(training, pack=text_pack(model, pack.info.lengths)) if pack.inputs else training
+        self._training = training
         self._cells: dict[tuple[Any, ...], PricedCell] = {}
+
+    def own(self) -> Candidate:
+        """Return the layout of the user's plan."""
+        state, plans = resolve_without_ranks(self._model, self._plan, self._training.mixed_precision, self._num_ranks)
+        sizes = {axis: state.size(of) for axis, of in _SIZES.items()}
+        degrees: dict[str, Any] = {axis: size for axis, size in sizes.items() if size > 1}
+        if (mode := plans[FOUNDATION].memory.mode) != "none":
+            degrees["recompute"] = f"recompute-{mode}"
+        return Candidate(degrees or {"dp": self._num_ranks}, self._plan)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Yield all layouts that the search may look at."""
+        for sequence in _powers(self._num_ranks):
+            yield from self.of_sequence(sequence)
 
     @property
     def num_counted(self) -> int:
@@ -122,7 +166,7 @@ class Planner:
         """Find the ``top`` fastest layouts. Sequences are divided only if nothing else fits or gives all ranks a pack."""
         found = Search()
         for sequence in _powers(self._num_ranks):
-            candidates = [*self.candidates(sequence)]
+            candidates = [*self.of_sequence(sequence)]
             self.joint(candidates, found, top)
             say(f"sequences over {sequence} ranks: {len(candidates)} layouts")
             if found.fitting:
@@ -150,7 +194,7 @@ class Planner:
             alone = Planner(self._training, self._plan, self._device, self._num_ranks - ranks, self._packs_per_step)
             alone._cells = self._cells
             found = Search()
-            alone.joint(alone.candidates(sequence), found, 1)
+            alone.joint(alone.of_sequence(sequence), found, 1)
             if not found.fitting:
                 continue
             first = found.fitting[0]
@@ -184,7 +228,7 @@ class Planner:
             self._model, layout, priced, self.encodings, self._drawn, self._packs_per_step
         ).estimate()
 
-    def candidates(self, sequence: int) -> Iterator[Candidate]:
+    def of_sequence(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
         experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
         for places in self._places():
@@ -284,6 +328,12 @@ class Planner:
             ends = replace(cell.ends, weights=cell.ends.weights - encoders)
             self._cells[key] = PricedCell(replace(cell, ends=ends), self._device, state)
         return self._cells[key]
+
+
+def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:
+    """Return a pack of texts of these lengths, all of whose tokens are trained."""
+    texts = (idle_prompt(model, length) for length in lengths)
+    return Pack.from_samples([replace(text, loss_mask=np.ones(len(text.input_ids), bool)) for text in texts])
 
 
 def _share_of_busiest(stages: int, number: int) -> float:
