@@ -83,7 +83,10 @@ def with_blocks(model: OmniModel, kept: list[int]) -> OmniModel:
         del blocks[:]
         blocks.extend([everything[index] for index in kept])
         few = copy.deepcopy(model)
-        few.runner = FoundationRunner(few.foundation, model.runner.contract)  # it knows parameters by name
+        native, present = model.runner.native, {name for name, _ in few.foundation.named_parameters()}
+        own = {name: tuple(path for path in paths if path in present) for name, paths in native.components.items()}
+        native = replace(native, components=own)  # it knows parameters by name
+        few.runner = FoundationRunner(few.foundation, model.runner.contract, native=native)
         return few
     finally:
         del blocks[:]

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,6 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import stages_of
-<<<<<<< HEAD
 from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
@@ -27,12 +27,6 @@ from omnitrain.plan.step import Rates, StepPlan, plan_step
 from omnitrain.plan.tables import MicroBatchFacts, decode_tables, encode_table
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder, rearranged
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
-=======
-from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.simulate import MessageCost, simulate
-from omnitrain.recipe.parallel import ComponentPlan
->>>>>>> wt-plan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning.cells import Cell, Part, Work
 from omnitrain.train.planning.devices import Device, Seconds
@@ -161,7 +155,8 @@ class StepEstimate:
         self._has_stages = self._state.size("pp") > 1
         schedule = self._plan.schedule or PipelineSchedule()
         spans = stages_of(model, schedule, self._state).spans if self._has_stages else None
-        self._stages = [list(priced.cell.blocks[start:stop]) for start, stop in spans or ((0, len(priced.cell.blocks)),)]
+        blocks = priced.cell.blocks
+        self._stages = [list(blocks[start:stop]) for start, stop in spans or ((0, len(blocks)),)]
         self._stages[-1].append(priced.cell.ends)  # their head takes most of the time
         self._timed = [(self._pass(stage, 0), self._pass(stage, 1)) for stage in self._stages]
         self._tokens = sum(drawn[0].lengths)
@@ -171,7 +166,6 @@ class StepEstimate:
         self._features = {name: self._feature_bytes(name) for name in encodings}
         self._schedule, self._timeline = self._simulated()
 
-<<<<<<< HEAD
     def estimate(self) -> Estimate:
         """Return the estimate."""
         number, own = self._step.num_micro_batches, self._timeline
@@ -188,23 +182,6 @@ class StepEstimate:
             "sections": waits,
         }
         return Estimate(step, idle, self._memory(), int(self._step.tokens.sum()))
-=======
-    hidden = model.foundation.get_input_embeddings().weight.size(1)
-    local_tokens = pack_tokens // state.size("sequence")
-    link = MessageCost(device.latency, device.network * device.memory_efficiency, lambda _: 2 * hidden * local_tokens)
-    timeline = simulate(schedule, seconds, link)
-    update = max(sum(part.optimizer for part in stage) for stage in stages) / 8 * cell.shards / state.size("fsdp")
-    step = float(timeline.makespan) + update * _UPDATE_BYTES / device.bandwidth
-    of_rank = _worst([_rank_seconds(timed, schedule, rank) for rank in range(schedule.num_ranks)])
-    idle = {
-        "bubble": float(timeline.bubble),
-        "exchanges": of_rank.waited * num_micro_batches / step,
-        "weights": max(0.0, of_rank.beside - of_rank.computed - of_rank.waited) * num_micro_batches / step,
-    }
-    replicas = state.size("dp")
-    tokens = pack_tokens * num_micro_batches * replicas
-    return Estimate(step, idle, _memory(stages, schedule, cell, state), tokens)
->>>>>>> wt-plan
 
     def _pass(self, stage: Sequence[Part], which: int) -> Seconds:
         """The seconds of a stage's forward (0) or backward (1) of a micro-batch."""
@@ -233,10 +210,10 @@ class StepEstimate:
         topology = self._layout.topology
         owners = topology.owners.tolist()
         each = num_packs // len(owners)
-        of_rank = {rank: [drawn[(lane * each + k) % len(drawn)] for k in range(each)] for lane, rank in enumerate(owners)}
-        tables = decode_tables(
-            topology, [encode_table(topology, of_rank.get(rank, ())) for rank in range(topology.world_size)]
-        )
+        packs = [drawn[index % len(drawn)] for index in range(num_packs)]
+        of_rank = {rank: packs[lane * each : (lane + 1) * each] for lane, rank in enumerate(owners)}
+        listed = [encode_table(topology, of_rank.get(rank, ())) for rank in range(topology.world_size)]
+        tables = decode_tables(topology, listed)
         if not self._layout.plan.sections:
             return plan_step(topology, tables)
         forward, backward = self._timed[0]
@@ -369,8 +346,8 @@ class StepEstimate:
         """Seconds of the first stage's rank in which it encodes."""
         row = self._schedule.actions[self._schedule.stage_ranks[0]]
         actions = sum(self._seconds_of_encoder(action) for action in row if action.component != FOUNDATION)
-        inside = (self._in_forward(k, is_backward=b) for k in range(self._step.num_micro_batches) for b in (False, True))
-        return actions + sum(inside)
+        both = product(range(self._step.num_micro_batches), (False, True))
+        return actions + sum(self._in_forward(k, is_backward=is_backward) for k, is_backward in both)
 
     def _memory(self) -> dict[str, float]:
         """Cause -> bytes on the fullest rank."""

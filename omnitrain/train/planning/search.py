@@ -163,7 +163,7 @@ class Planner:
         return len(self._cells)
 
     def search(self, say: Callable[[str], None] = lambda _: None, top: int = 1) -> Search:
-        """Find the ``top`` fastest layouts. Sequences are divided only if nothing else fits or gives all ranks a pack."""
+        """Find the ``top`` fastest layouts; sequences are divided only if nothing else fits, or gives all packs."""
         found = Search()
         for sequence in _powers(self._num_ranks):
             candidates = [*self.of_sequence(sequence)]
@@ -224,9 +224,7 @@ class Planner:
     def estimate(self, layout: Layout) -> Estimate:
         """Estimate a layout that resolves."""
         priced = self._cell(layout.plan, layout.state)
-        return StepEstimate(
-            self._model, layout, priced, self.encodings, self._drawn, self._packs_per_step
-        ).estimate()
+        return StepEstimate(self._model, layout, priced, self.encodings, self._drawn, self._packs_per_step).estimate()
 
     def of_sequence(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
@@ -249,7 +247,7 @@ class Planner:
         if not self.encodings or self._plan.sections:
             return
         for window in (1, "step"):
-            yield dict.fromkeys(self.encodings, {"place": "world", "encode.window": window})
+            yield {name: {"place": "world", "encode.window": window} for name in self.encodings}
         for ranks in _powers(self._num_ranks // 2):
             yield self._in_section(ranks)
 
@@ -282,7 +280,9 @@ class Planner:
         work = sum(one.seconds) / (tp * sequence)
         encodes = self._encodes
         on_main = 0.0 if of_sections or pp > 1 else encodes / main
-        seconds = max(number * work / _share_of_busiest(pp, number) + on_main, encodes / of_sections if of_sections else 0)
+        seconds = max(
+            number * work / _share_of_busiest(pp, number) + on_main, encodes / of_sections if of_sections else 0
+        )
         parts = [*one.cell.blocks, one.cell.ends]
         static = sum(part.static for part in parts) * one.cell.shards / main
         kept = sum(part.kept for part in parts) / (tp * sequence * pp)
