@@ -175,7 +175,7 @@ class Planner:
 
     def joint(self, candidates: Iterable[Candidate], found: Search, top: int) -> None:
         """Estimate candidates by their bounds, the least first, until none that is left can be among the fastest."""
-        bounded = [(self._bound(candidate), candidate) for candidate in candidates]
+        bounded = [(self.bound(candidate), candidate) for candidate in candidates]
         found.refused.extend(judged for judged, _ in bounded if isinstance(judged, Candidate))
         open_ = [(bound, candidate) for bound, candidate in bounded if not isinstance(bound, Candidate)]
         for bound, candidate in sorted(open_, key=lambda pair: pair[0].seconds):
@@ -264,7 +264,7 @@ class Planner:
     def _indivisible(self, replicas: int) -> str:
         return f"{self._packs_per_step} packs of a step on {replicas} data-parallel ranks"
 
-    def _bound(self, candidate: Candidate) -> Estimate | Candidate:
+    def bound(self, candidate: Candidate) -> Estimate | Candidate:
         """Return the least seconds and bytes that a layout can have, or the candidate with why it is out.
 
         A block on ``n`` ranks computes at least an n-th of what it computes on one.
