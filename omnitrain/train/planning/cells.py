@@ -125,7 +125,7 @@ def _whole(run: RankRun) -> Part:
         run.weights,
         run.gradients,
         run.optimizer,
-        forward.end.alive - forward.alive,
+        forward.end.alive - forward.alive - run.stays,
         forward.end.work,
         backward.end.work,
     )

@@ -13,8 +13,10 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import evenly_routed
+from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.rank_meter import Mark, RankMeter
 from omnitrain.ops.timing import SpanRecorder, What
+from omnitrain.optim.adamw import local_shard
 from omnitrain.optim.gradients import clip_gradients
 from omnitrain.parallel.fake_world import fake_world, parallelize_in, plan_alone
 from omnitrain.parallel.layout import layout_of
@@ -60,6 +62,7 @@ class RankRun:
         optimizer: what the update leaves.
         peak: the most at any time, with the state of the optimizer from the steps before.
         shards: number of ranks over which FSDP shards parameters of the foundation.
+        stays: of a step after its end besides, such as gathered weights of a mesh of one rank.
         actions: of its schedule, in order.
         update: from the end of the last backward to the end of the optimizer's step.
     """
@@ -69,6 +72,7 @@ class RankRun:
     optimizer: int
     peak: int
     shards: int
+    stays: int
     actions: tuple[ActionRun, ...]
     update: Mark
 
@@ -107,36 +111,49 @@ def run_rank(
     settings: Optimizer,
     mode: AbstractContextManager[Any] | None = None,
 ) -> RankRun:
-    """Run two steps of a parallelized model, and return what the second one holds and does.
+    """Run a step of a parallelized model with the state of the optimizer, and return what the rank holds and does.
 
-    In the second one the state of the optimizer exists, as in all later ones. All experts get equally many tokens.
-    ``mode``: of a fake world.
+    A real rank runs another step before it; in a fake world the optimizer gets gradients without content in its place.
+    All experts get equally many tokens. ``mode``: of a fake world.
     """
     with mode or nullcontext(), RankMeter() as meter:
         layout = layout_of(model)
         optimizer = optimizer_of(model, settings, layout)
         meter.hold([*model.parameters(), *model.buffers()])
         weights = meter.alive
-        _step(model, batch, optimizer, settings, meter)
-        optimizer_bytes = meter.alive - weights
-        runs, gradients, update = _step(model, batch, optimizer, settings, meter)
+        if mode is None:
+            _accumulate(model, batch, meter)
+        else:
+            for parameter in model.parameters():
+                parameter.grad = (
+                    torch.empty_like(parameter) if parameter.requires_grad and not parameter.is_meta else None
+                )
+        without_state = meter.alive
+        optimizer.step()
+        state = meter.alive - without_state
+        optimizer.zero_grad(set_to_none=True)
+        meter.mark()
+        runs = _accumulate(model, batch, meter)
+        gradients = sum(local_shard(one.grad).nbytes for one in model.parameters() if one.grad is not None)
+        clip_gradients(list(model.parameters()), settings.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        update = meter.mark()
     peak = max(update.peak, *(run.end.peak for run in runs))
-    shards = 1 if layout is None else layout.state.size("fsdp")
-    return RankRun(weights, gradients - weights - optimizer_bytes, optimizer_bytes, peak, shards, tuple(runs), update)
+    shards, stays = 1 if layout is None else layout.state.size("fsdp"), update.alive - weights - state
+    return RankRun(weights, gradients, state, peak, shards, stays, tuple(runs), update)
 
 
-def _step(
-    model: OmniModel, batch: StepBatch, optimizer: torch.optim.Optimizer, settings: Optimizer, meter: RankMeter
-) -> tuple[list[ActionRun], int, Mark]:
+def _accumulate(model: OmniModel, batch: StepBatch, meter: RankMeter) -> list[ActionRun]:
+    """Run the forwards and backwards of a step."""
+    has_experts = any(True for _ in experts_in(model.foundation))
+
     def routed(pack: Pack, work: MicroBatchWork) -> AbstractContextManager[Any]:
+        if not has_experts:
+            return nullcontext()
         own = work.sequence_slice
         return evenly_routed(model, sum(pack.info.lengths) if own is None else len(own.positions))
 
-    meter.mark()
     recorder = _Actions(meter)
     accumulate_gradients(model, batch, recorder=recorder, forward_context=routed)
-    gradients = meter.alive
-    clip_gradients(list(model.parameters()), settings.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return recorder.runs, gradients, meter.mark()
+    return recorder.runs
