@@ -98,8 +98,8 @@ DEVICES = {
     device.name: device
     for device in (
         Device("a100", 312e12, 79.1 * 2**30, 2039 * _GB, 300 * _GB, 25 * _GB, 8, _NVIDIA),
-        Device("h100", 989.5e12, 79.1 * 2**30, 3350 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
-        Device("h200", 989.5e12, 140.4 * 2**30, 4800 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
+        Device("h100", 989e12, 79.1 * 2**30, 3350 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
+        Device("h200", 989e12, 140.4 * 2**30, 4800 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
         Device("b200", 2250e12, 178.3 * 2**30, 8000 * _GB, 900 * _GB, 50 * _GB, 8, _NVIDIA),
     )
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,31 +69,33 @@ class Planned:
     def __rich__(self) -> RenderableType:
         """The best layouts, where their time and memory go, and why neighbours of the best are not."""
         rows = list(self.rows())
-        idle, memory = [*rows[0]["idle"]], [*rows[0]["memory"]]
-        numbers = ("step", "tokens/s/GPU", "MFU", *idle, "peak GiB", *memory)
-        table = Table("layout", *(Column(name, justify="right") for name in numbers), box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(
-                row["layout"],
-                f"{row['seconds']:.4g} s",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['mfu']:.1%}",
-                *(f"{row['idle'][cause]:.1%}" for cause in idle),
-                f"{row['peak']:.2f}",
-                *(f"{row['memory'][cause]:.2f}" for cause in memory),
-            )
-        lines = [f"not {words}: {why}" for words, why in self.neighbours.items()]
+        times = [("step", "tokens/s per GPU", "MFU", *(f"idle: {cause}" for cause in rows[0]["idle"]))]
+        times += [
+            (f"{row['seconds']:.3g} s", f"{row['tokens_per_second']:,.0f}", *map("{:.1%}".format, _shares(row)))
+            for row in rows
+        ]
+        sizes = [("GiB of the fullest rank", *rows[0]["memory"])]
+        sizes += [tuple(map("{:.3g}".format, (row["peak"], *row["memory"].values()))) for row in rows]
+        names = [row["layout"] for row in rows]
         head = f"{self.num_ranks} x {self.device.name}, {self.device.memory / 2**30:.1f} GiB each; {self.pack}"
-        return Group(head, table, *lines)
+        lines = [f"not {words}: {why}" for words, why in self.neighbours.items()]
+        return Group(head, "", _table(names, times), "", _table(names, sizes), "", *lines)
 
 
-def plan_recipe(
-    recipe: Recipe,
-    num_ranks: int,
-    device: Device,
-    *,
-    top: int = 5,
-) -> Planned:
+def _shares(row: Mapping[str, Any]) -> tuple[float, ...]:
+    return row["mfu"], *row["idle"].values()
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of layouts; the first row has the heads of columns."""
+    heads = (Column(name, justify="right", no_wrap=True) for name in rows[0])
+    table = Table(Column("layout", no_wrap=True), *heads, box=None, pad_edge=False)
+    for name, row in zip(names, rows[1:], strict=True):
+        table.add_row(name, *row)
+    return table
+
+
+def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5) -> Planned:
     """Search the layouts of a recipe. No weights are read, and no ranks are started.
 
     Raises UserError: no layout fits, with the least number of devices (a power of two times this one) that would, or
