@@ -5,8 +5,8 @@ of all layouts, each of which is estimated; 1 is the best. ``NAME_estimated`` an
 estimated, and how many there are. ``dense`` is a text model, ``images`` a Qwen3-VL of which packs have 2 or 6 images.
 
 ``ranks_1024_*``: a search for Qwen3-VL-235B-A22B on 1,024 H100 in nodes of 8; a step has 1,024 packs of 8,192 tokens,
-each with two images of 1,024 tokens. ``processor_seconds`` are those of the one core that it uses, ``gib`` the memory of
-the process at most. The model is built before, on the meta device.
+each with two images of 1,024 tokens. ``processor_seconds`` are those of the one core that it uses, ``gib`` the memory
+of the process at most. The model is built before, on the meta device.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def large(num_ranks: int) -> dict[str, float]:
     """The search on many ranks."""
     config = json.loads(LARGE.read_text())["config"]
     training = training_of(config, 8192)
+    print(f"the model is built after {time.process_time():.0f} processor seconds", flush=True)
     began, used = time.perf_counter(), time.process_time()
     packs = drawn(8192, (2,), 1024, 4096 * PATCH)
     planner = Planner(training, ParallelPlan(), find_device("h100"), num_ranks, num_ranks, packs)

@@ -159,6 +159,7 @@ class StepEstimate:
         self._stages = [list(blocks[start:stop]) for start, stop in spans or ((0, len(blocks)),)]
         self._stages[-1].append(priced.cell.ends)  # their head takes most of the time
         self._timed = [(self._pass(stage, 0), self._pass(stage, 1)) for stage in self._stages]
+        self._encoding_seconds = {name: self._seconds_of_element(encoding) for name, encoding in encodings.items()}
         self._tokens = sum(drawn[0].lengths)
         self._hidden = model.foundation.get_input_embeddings().weight.size(1)
         self._step = self._planned(drawn, num_packs)
@@ -217,7 +218,7 @@ class StepEstimate:
         if not self._layout.plan.sections:
             return plan_step(topology, tables)
         forward, backward = self._timed[0]
-        per_cost = {name: self._encoding_seconds(name)[0] for name in self._encodings}
+        per_cost = {name: self._encoding_seconds[name][0] for name in self._encodings}
         rates = Rates((forward.total + backward.total) / self._tokens, per_cost)
         if each > 1:
             limits = tuple(
@@ -230,13 +231,11 @@ class StepEstimate:
             tables = rearranged(topology, tables, order(topology, tables, rates))
         return plan_step(topology, tables, rates)
 
-    def _encoding_seconds(self, name: str) -> tuple[float, float]:
+    def _seconds_of_element(self, encoding: Encoding) -> tuple[float, float]:
         """Seconds of forward and backward of an input element on one rank."""
-        part, elements = self._encodings[name].part, self._encodings[name].elements
-        return (
-            self._device.seconds(part.forward).computed / elements,
-            self._device.seconds(part.backward).computed / elements,
-        )
+        works = (encoding.part.forward, encoding.part.backward)
+        forward, backward = (self._device.seconds(work).computed / encoding.elements for work in works)
+        return forward, backward
 
     def _feature_bytes(self, name: str) -> np.ndarray:
         """``[M]``: bytes of the features of each micro-batch or window of a data-parallel rank, of the fullest one."""
@@ -259,7 +258,7 @@ class StepEstimate:
         gathers = self._device.seconds_of_link(Collective("all_gather", whole, ranks, False))
         if is_backward:
             gathers += self._device.seconds_of_link(Collective("reduce_scatter", 2 * whole, ranks, False))
-        return max(self._encoding_seconds(name)[is_backward] * load, gathers)
+        return max(self._encoding_seconds[name][is_backward] * load, gathers)
 
     def _exchange(self, name: str, window: int) -> float:
         topology = self._layout.topology

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -288,7 +289,7 @@ class Planner:
         kept = sum(part.kept for part in parts) / (tp * sequence * pp)
         return Estimate(seconds, memory={"weights": static, "activations": kept})
 
-    @property
+    @cached_property
     def _encodes(self) -> float:
         """Seconds in which one rank encodes all items of a step, forward and backward."""
         total = 0.0
@@ -309,13 +310,8 @@ class Planner:
         return self._counted(plan, state.size("tp"), state.size("sequence"), state.size("ep"))
 
     def _counted(self, plan: ParallelPlan, tp: int, sequence: int, ep: int) -> PricedCell:
-        """Count, once, the layout of a block: twice data parallel, without a pipeline.
-
-        Experts on any number of ranks do the same for as many tokens: one number of ranks, which no other axis has,
-        stands for all.
-        """
-        foundation = plan.of(FOUNDATION)
-        stands = 2 * sequence if ep > 1 else 1
+        """Count, once, the layout of a block: twice data parallel, without a pipeline."""
+        foundation, stands = plan.of(FOUNDATION), standing(sequence, ep)
         key = (tp, foundation.cp, foundation.ulysses, stands, str(foundation.memory), str(foundation.experts))
         if key not in self._cells:
             nothing = dict.fromkeys(("pp", "schedule", "dp_shard", "dp_replicate", "mode"))
@@ -328,6 +324,14 @@ class Planner:
             ends = replace(cell.ends, weights=cell.ends.weights - encoders)
             self._cells[key] = PricedCell(replace(cell, ends=ends), self._device, state)
         return self._cells[key]
+
+
+def standing(sequence: int, ep: int) -> int:
+    """Return the number of ranks of experts that is counted for ``ep``: another one than any other axis has.
+
+    Experts on any number of ranks do the same for as many tokens.
+    """
+    return 2 * sequence if ep > 1 else 1
 
 
 def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:

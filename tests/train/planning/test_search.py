@@ -1,4 +1,3 @@
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -10,15 +9,16 @@ from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.plan.tables import ItemFacts, MicroBatchFacts
 from omnitrain.recipe import Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import FOUNDATION as NAME
+from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.planning import search
-from omnitrain.train.planning.cells import Cell, Part
+from omnitrain.train.planning.cells import Cell, Part, Work
 from omnitrain.train.planning.devices import Device, find_device
 from omnitrain.train.planning.encoding import Encoding
 from omnitrain.train.planning.estimate import Estimate
 from omnitrain.train.planning.rank_run import Training
-from omnitrain.train.planning.search import Planner, Search, text_pack
+from omnitrain.train.planning.search import Candidate, Planner, Search, text_pack
 from tests.tiny import SIGLIP
-from tests.train.planning.planned import FOUNDATION
+from tests.train.planning.planned import EXPERTS, FOUNDATION
 
 ENCODER = "image_encoder"
 TOKENS = 256
@@ -40,18 +40,20 @@ def counted(_: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
     tp, mode = own.tp or 1, own.memory.mode
     shards = num_ranks // tp
     everyone = tuple(range(0, num_ranks, tp))
-    gathers = {Collective("all_gather", int(2e7 / tp), everyone, False): 1}
-    reduces = {Collective("all_reduce", 4_000_000, tuple(range(tp)), True): 2} if tp > 1 else {}
-    forward = {Op(int(1e12 / tp), 1000, 2048 // tp): 1, Op(0, int(1e8 / tp)): 3, **gathers, **reduces}
-    backward = {Op(int(REPEATED[mode] * 1e12 / tp), 1000, 2048 // tp): 1, **gathers, **reduces}
+    sent: Work = {Collective("all_gather", int(2e7 / tp), everyone, False): 1}
+    if tp > 1:
+        sent = {**sent, Collective("all_reduce", 4_000_000, tuple(range(tp)), True): 2}
+    forward: Work = {Op(int(1e12 / tp), 1000, 2048 // tp): 1, Op(0, int(1e8 / tp)): 3, **sent}
+    backward: Work = {Op(int(REPEATED[mode] * 1e12 / tp), 1000, 2048 // tp): 1, **sent}
     weights = 4e7 / tp / shards
-    block = Part(weights, weights, 2 * weights, KEPT[mode] / tp, Counter(forward), Counter(backward))
+    block = Part(weights, weights, 2 * weights, KEPT[mode] / tp, forward, backward)
     return Cell((block,) * 4, replace(block, weights=weights + ENCODER_BYTES / shards, kept=1e6 / tp), 1e6, shards)
 
 
 def encoded(*_: object) -> Encoding:
-    work = {Op(10**12, 1000, 1024): 1}
-    part = Part(ENCODER_BYTES, 1e7, 2e7, 1e6, work, {Op(2 * 10**12, 1000, 1024): 1})
+    forward: Work = {Op(10**12, 1000, 1024): 1}
+    backward: Work = {Op(2 * 10**12, 1000, 1024): 1}
+    part = Part(ENCODER_BYTES, 1e7, 2e7, 1e6, forward, backward)
     return Encoding(part, 1000, 10_000, ItemFacts(4, 1000, 0, 1000))
 
 
@@ -65,14 +67,14 @@ def planner(monkeypatch: pytest.MonkeyPatch, device: Device, elements: int, num_
 
 
 @pytest.mark.parametrize(
-    ("elements", "memory", "link"),
-    [(0, 1.5e8, 1e9), (300, 1.5e8, 4.5e11)],
+    ("elements", "per_node", "link"),
+    [(0, 2, 1e9), (300, 1, 4.5e11)],
     ids=["text", "images"],
 )
 def test_the_joint_search_finds_the_best_of_all_layouts_and_estimates_fewer(
-    monkeypatch: pytest.MonkeyPatch, elements: int, memory: float, link: float
+    monkeypatch: pytest.MonkeyPatch, elements: int, per_node: int, link: float
 ) -> None:
-    device = replace(find_device("h100", per_node=2), memory=memory, link=link)
+    device = replace(find_device("h100", per_node=per_node, memory=1.5e8), link=link)
     plan = planner(monkeypatch, device, elements)
     candidates = [*plan.of_sequence(1)]
     everything = [plan.judge(candidate) for candidate in candidates]
@@ -93,3 +95,24 @@ def test_the_joint_search_finds_the_best_of_all_layouts_and_estimates_fewer(
     assert two is not None and two.found is not None
     assert two.found.seconds >= best
     assert sum(map(len, vars(found).values())) == len(candidates)
+
+
+@pytest.mark.slow
+def test_one_number_of_ranks_of_experts_stands_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: OmniModel = build_omni_model(foundation=FOUNDATION | EXPERTS, init_device="meta").train()
+    trained = Training(model, Optimizer(), True, text_pack(model, [TOKENS]))
+    plan = ParallelPlan(components={NAME: ComponentPlan(ep=4)})
+    candidate = Candidate({"ep": 4}, plan)
+
+    def judged() -> Estimate:
+        found = Planner(trained, ParallelPlan(), find_device("h100"), 8, 8).judge(candidate).found
+        assert found is not None
+        return found
+
+    by_two = judged()
+    monkeypatch.setattr(search, "standing", lambda _, ep: ep)
+    by_four = judged()
+    assert by_two.seconds == pytest.approx(by_four.seconds, rel=0.01)
+    for cause in ("weights", "gradients", "optimizer", "activations"):
+        assert by_two.memory[cause] == pytest.approx(by_four.memory[cause], rel=0.01)
+    assert by_two.memory["buffers"] >= by_four.memory["buffers"]  # of more experts than a rank has
