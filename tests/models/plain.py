@@ -56,7 +56,12 @@ def pair_of(config: PreTrainedConfig) -> Pair:
 def paired(model: PreTrainedModel) -> Pair:
     """With peaked weights: texts of three lengths, every modality alone, two items of one, all together."""
     init_peaked_(model)
+    frozen = [
+        module for module in model.modules() if not module.training
+    ]  # as transformers makes media tokenizers
     model.train()
+    for module in frozen:
+        module.eval()
     plain = copy.deepcopy(model)
     probes = [probe for probe in probe_samples(model, discover(model)) if _is_taken(plain, probe)]
     return Pair(plain, build_omni_model(foundation=model).train(), probes)
