@@ -132,7 +132,8 @@ def emu3(text: Mapping[str, Any] = _TEXT, image: int = 190, first: int = 150) ->
     words |= {f"<|visual token {code:06d}|>": first + code for code in range(CODES)}
     vq = VQ | {"codebook_size": CODES, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1}
     vq |= {"latent_channels": 4, "channel_multiplier": [1, 1, 1, 1]}
-    return AutoConfig.for_model("emu3", text_config=dict(text), vocabulary_map=words, vq_config=vq)
+    text_config = dict(text) | {"attention_dropout": 0.0}
+    return AutoConfig.for_model("emu3", text_config=text_config, vocabulary_map=words, vq_config=vq)
 
 
 def granite_speech() -> PreTrainedConfig:
