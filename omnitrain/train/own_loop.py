@@ -43,7 +43,7 @@ MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
 @dataclass(frozen=True, eq=False)
 class PreparedLoop:
-    """What :func:`prepare` returns. Iterating it yields the steps of this rank: of a dataset, one epoch."""
+    """A training loop, made by :func:`prepare`. Iterating it yields the steps of this rank: of a dataset, one epoch."""
 
     model: OmniModel  # on its ranks, in training mode
     processor: OmniProcessor | None  # turns rows into samples. None: the collate function gets the rows
