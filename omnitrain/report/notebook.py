@@ -73,7 +73,7 @@ def _frozen(column: str, value: Any) -> Any:
 
 
 def _value(value: Any) -> str | None:
-    """What a table shows of the value of a key."""
+    """The value of a key, as a table shows it."""
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_value(part)}" for key, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)

@@ -1,4 +1,4 @@
-"""What a run counts and measures: for its lines of metrics, its checkpoints and its plans."""
+"""Counts and measurements of a run, for its lines of metrics, its checkpoints and its plans."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import BatchFeature, Emu3Processor, PreTrainedModel
 
+import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
@@ -25,8 +26,6 @@ from omnitrain.models.omni.encode import require_no_words
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.recipe import Recipe
-from omnitrain.train.build_from_recipe import of_whole_sequences
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
 from tests import families
@@ -209,13 +208,19 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
     assert not any(info.values()) and torch.equal(found, expected)
 
 
-def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words() -> None:
-    recipe = Recipe.load("quickstart", ["parallel.components.foundation.pp=2"])
-    of = processor(omni())
-    of.renderer.written_modalities = frozenset()
-    of.renderer.unwritten_modalities = of_whole_sequences(recipe.parallel, omni().native_inputs).unwritten
-    with pytest.raises(UserError, match="cannot write it: no rank has all of its codes; set pp, ulysses"):
-        of.sample(row(1))
+def refused_on_stages() -> str:
+    ready, plan = processor(omni()), ot.ParallelPlan.model_validate({"default": {"pp": 2}})
+    run = ot.prepare(omni(), [row(1)], plan, processor=ready, micro_batch_size=1)
+    assert isinstance(ready.sample(row(1)), Sample)
+    with pytest.raises(UserError) as told:
+        next(iter(run))
+    return str(told.value)
+
+
+def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words(ranks: RankPool) -> None:
+    """Also of a processor that the user has made."""
+    for told in ranks.run(refused_on_stages, world=2, timeout_s=60):
+        assert "cannot write it: no rank has all of its codes; set pp, ulysses" in told
 
 
 def test_a_stage_of_a_pipeline_refuses_them_in_words() -> None:

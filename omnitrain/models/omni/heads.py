@@ -91,7 +91,7 @@ def turn_of(sequences: Sequence[GeneratedSequence], blocks: Collection[str]) -> 
 
 
 class Drawn(NamedTuple):
-    """What heads drew in a turn.
+    """The tokens that heads drew in a turn.
 
     Attributes:
         tokens: sequence -> its next tokens; None: the foundation must run over ``embeds`` before the heads draw again.

@@ -1,4 +1,4 @@
-"""What no order can beat: lower bounds of the seconds of a step with sections."""
+"""Lower bounds of the seconds of a step with sections, which no order of samples can beat."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _candidates(samples: Sequence[int], random: Random) -> Sequence[int]:
 
 
 def _overlap(start: float, end: float, others: Sequence[tuple[float, float]]) -> float:
-    """Seconds of an interval that others cover, each counted."""
+    """Seconds of an interval that other intervals cover, each counted."""
     seconds = 0.0
     for other, other_end in others:
         if other < end and other_end > start:

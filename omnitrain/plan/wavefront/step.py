@@ -20,7 +20,7 @@ LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 
 
 class SectionLimits(NamedTuple):
-    """What the order needs of a section."""
+    """The settings of a section that decide the order."""
 
     components: tuple[str, ...]  # its encoders
     num_ranks: int  # they divide the items of a micro-batch
