@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.cli.arguments import OverridesArgument, RecipeArgument
+from omnitrain.cli.arguments import OverridesArgument, RecipeArgument, override_hint
 from omnitrain.cli.ctrl_c import raised_again_where_lost
-from omnitrain.cli.dashes import override_hint
 from omnitrain.cli.generate import generate
 from omnitrain.cli.show import show
 from omnitrain.errors import (

@@ -23,7 +23,7 @@ from omnitrain.models.components.protocols import Token, to_tensors
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.noise import normals, uniforms
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
