@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, BatchFeature, Emu3Processor, PreTrainedModel
+from transformers import BatchFeature, Emu3Processor, PreTrainedModel
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
@@ -28,12 +28,13 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
-from tests.models.decoders.test_decoders import VQ
+from tests import families
+from tests.families import CODES
 from tests.models.test_janus import row
 from tests.tiny_processors import byte_tokenizer, chatml, processor_class
 from tests.train.verbs.test_export_as_source import saved
 
-IMAGE, CODES, FIRST = 2, 16, 280
+IMAGE, FIRST = 2, 280
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<image>", "<eol>", "<boi>", "<eoi>", "<img>", "<eof>"]
 TEXT = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TEXT |= {
@@ -47,18 +48,11 @@ TEXT |= {
 
 
 def chameleon() -> PreTrainedModel:
-    letters = ["".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) for code in range(CODES)]
-    words = {"<image>": IMAGE} | {f"IMGIMG{name}Z": FIRST + code for code, name in enumerate(letters)}
-    vq = VQ | {"num_embeddings": CODES, "resolution": 8}
-    return built(AutoConfig.for_model("chameleon", **TEXT, vocabulary_map=words, vq_config=vq))
+    return built(families.chameleon(TEXT, IMAGE, FIRST))
 
 
 def emu3() -> PreTrainedModel:
-    words = {"<image>": IMAGE, "<|extra_200|>": 3}
-    words |= {f"<|visual token {code:06d}|>": FIRST + code for code in range(CODES)}
-    vq = VQ | {"codebook_size": CODES, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1}
-    vq |= {"latent_channels": 4, "channel_multiplier": [1, 1, 1, 1]}
-    model = built(AutoConfig.for_model("emu3", text_config=TEXT, vocabulary_map=words, vq_config=vq))
+    model = built(families.emu3(TEXT, IMAGE, FIRST))
     seen: list[Tensor] = []
     with torch.no_grad(), model.model.vqmodel.quantize.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         model.model.get_image_tokens(torch.randn(4, 3, 16, 16), torch.tensor([[16, 16]] * 4))
