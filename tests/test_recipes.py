@@ -315,6 +315,7 @@ def run_on_ranks(ranks: RankPool, world: int, name: str, overrides: list[str]) -
     return ranks.run(steps_on_a_rank, name, overrides, timeout_s=120, world=world)
 
 
+@pytest.mark.second
 def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -365,6 +366,7 @@ def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, st
     assert run_on_ranks(ranks, 2, "vision_section", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [
         f"model.encoders.{name}_encoder.tower={tiny[of]}" for name, of in (("image", "siglip"), ("audio", "whisper"))

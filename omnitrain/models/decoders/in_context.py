@@ -10,8 +10,8 @@ from omnitrain.data.packing.sample import SEEDS
 from omnitrain.models.components.protocols import ComponentAdapter, Draw, TensorFeatures
 from omnitrain.models.decoders.flow import FREQUENCIES, NOISE, TIME, LatentDecoder, waves
 from omnitrain.ops.device import to_device
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.ops.loss.cross_entropy import LossTerm
-from omnitrain.ops.noise import normals, uniforms
 from omnitrain.recipe.component_configs import InContextDecoderConfig
 
 

@@ -24,7 +24,7 @@ from omnitrain.models.components.protocols import Token, to_tensors
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.noise import normals, uniforms
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -73,7 +73,14 @@ def test_the_table_has_every_possible_pair_and_the_default_rows_each_value() -> 
     assert set().union(*map(enumerate, DEFAULT)) == set().union(*map(enumerate, POSSIBLE)) and len(DEFAULT) <= 9
 
 
-@pytest.mark.parametrize("cases", by_factory(DEFAULT), ids=lambda cases: cases[0].words)
+SHORTEST, *OTHERS = sorted(by_factory(DEFAULT), key=len)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [SHORTEST, *(pytest.param(cases, marks=pytest.mark.second) for cases in OTHERS)],
+    ids=lambda cases: cases[0].words,
+)
 def test_each_value_of_the_table_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
     require_equal(ranks, cases)
 
