@@ -59,12 +59,11 @@ CODES = Sampling(temperature=0.5, guidance=2)
 LATENTS = Sampling(guidance=2)
 RUNS = {
     "image_codes": Run("image", f"{{tokenizer: {TASKS}/tokenizers/image_vq, {IMAGE}}}", 800, CODES),
-    "image_flow_head": Run(
-        "image", f"{{tokenizer: {PATCHES.format(2)}, {IMAGE}, flow: {{width: 128}}}}", 800, LATENTS
-    ),
+    "image_flow_head": Run("image", f"{{tokenizer: {PATCHES.format(2)}, {IMAGE}, flow: {{width: 128}}}}", 800, LATENTS),
     "image_in_context": Run(
         "image", f"{{tokenizer: {PATCHES.format(2)}, {IMAGE}, flow: {{kind: in_context}}}}", 800, LATENTS
     ),
+    "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 1000, LATENTS),
     "film_in_context": Run(
         "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 1000, LATENTS
     ),
