@@ -20,8 +20,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from omnitrain.train.verbs.verify import verify_recipe
 from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
