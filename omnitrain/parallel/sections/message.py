@@ -1,4 +1,4 @@
-"""Messages from one section to another, which all ranks know before anything moves, and what a carrier does with them."""
+"""Messages from one section to another, all known to all ranks before anything moves, and the protocol of carriers."""
 
 from __future__ import annotations
 
