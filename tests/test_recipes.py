@@ -221,7 +221,9 @@ def test_a_model_with_two_image_encoders_and_denoising_in_context_is_verified(
 ) -> None:
     """``python -m pytest -m slow tests/test_recipes.py``."""
     recipe = Recipe.load("bagel_like", overrides_of_bagel(tiny))
-    report = verify_recipe(recipe, ["dp2", "tp2", "pp2.accum2", "vision1+dp1"], nproc=2, num_samples=8, pool=ranks)
+    report = verify_recipe(
+        recipe, ["dp2", "tp2", "pp2.accum2", "semantic_encoder1+dp1"], nproc=2, num_samples=8, pool=ranks
+    )
     assert report.ok, [row.reason for row in report.rows]
 
 
