@@ -58,7 +58,7 @@ class OnPhase(Protocol):
 
 
 @dataclass
-class _InFlight:
+class _LiveMicroBatch:
     """A micro-batch in a stage, between its forward and its backward.
 
     Attributes:
@@ -119,7 +119,7 @@ class Executor:
         self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
         self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
-        self._live: dict[_Key, _InFlight] = {}
+        self._live: dict[_Key, _LiveMicroBatch] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
         self._splits_backward = False
         self._forward_in: dict[_Key, Transfer] = {}
@@ -230,7 +230,7 @@ class Executor:
             self._hand_over(sent, self._forward_out, key, self._forward_in, stage + 1)
         if self._trains:
             losses = self._loss(self._losses(output) if stage == self._last else [])
-            self._live[key] = _InFlight(arrived, sent, losses, delayed)
+            self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed)
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
 
@@ -288,7 +288,7 @@ class Executor:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, stage - 1)
 
-    def _backward_of_stage(self, live: _InFlight, key: _Key) -> None:
+    def _backward_of_stage(self, live: _LiveMicroBatch, key: _Key) -> None:
         gradients: list[Tensor | None] = [None] * len(live.losses)
         gradients += self._arrived(self._backward_in, key) if live.sent else ()
         roots = (*live.losses, *live.sent)

@@ -21,7 +21,7 @@ _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 
 @dataclass(frozen=True)
-class Link:
+class MessageCost:
     """What a message between two ranks costs."""
 
     latency: Seconds = 0  # seconds from the end of a send to the arrival
@@ -101,7 +101,7 @@ class DeadlockError(ScheduleError):
 
 
 def simulate(
-    schedule: Schedule, durations: Durations, link: Link | None = None, *, slots: int | None = None
+    schedule: Schedule, durations: Durations, link: MessageCost | None = None, *, slots: int | None = None
 ) -> Timeline:
     """Run a lowered schedule in time, or forwards and backwards only: then results are at the next stage at once.
 
@@ -115,7 +115,7 @@ def simulate(
     posted; a rank waits at the next send. 0: as NCCL does at worst. None: any number. Raises DeadlockError: some ranks
     never come to their end; ScheduleError: a duration is missing.
     """
-    return _Run(schedule, _duration(durations), link or Link(), slots).timeline()
+    return _Run(schedule, _duration(durations), link or MessageCost(), slots).timeline()
 
 
 def _duration(durations: Durations) -> Callable[[Action], Seconds]:
@@ -139,9 +139,9 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 
 
 class _Run:
-    """The state of a simulation: facts that became true, and who waits for others."""
+    """The state of a simulation: facts that became true, and ranks that wait for facts."""
 
-    def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: Link, slots: int | None):
+    def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: MessageCost, slots: int | None):
         self.schedule, self.duration, self.link = schedule, duration, link
         self.posted_before = {} if slots is None else _receives_before_sends(schedule, slots)
         self.has_messages = any(
@@ -201,7 +201,7 @@ class _Run:
         return action.kind in COLLECTIVES and rank < self.schedule.num_pipeline_ranks
 
     def _arrivals(self, rank: int, part: Action) -> Iterator[_Fact]:
-        """Yield what brings a forward or backward its input from another stage."""
+        """Yield the actions that bring a forward or backward its input from another stage."""
         assert part.stage is not None
         send, made_by, step = _INPUTS[part.kind]
         if not 0 <= part.stage + step < self.schedule.num_stages:
@@ -274,7 +274,7 @@ def _fact(action: Action, kind: Kind | None = None) -> _Fact:
 
 
 def _facts_of(action: Action) -> Iterator[_Fact]:
-    """Yield what becomes true when an action ends."""
+    """Yield the facts that become true when an action ends."""
     for part in action.passes or (action,):
         if part.kind is Kind.B:
             yield _fact(part, Kind.I)

@@ -1,4 +1,4 @@
-"""Models whose decoders write latents, and the layouts in which they train: a covering array."""
+"""Models whose decoders write latents or films, and the layouts in which they train: a covering array."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.tiny import (
     CHAT,
     EXPERTS,
     FOUNDATION,
+    JANUS_VQ,
     MODEL,
     tiny_model,
     tiny_processor,
@@ -35,17 +36,18 @@ FLOW: dict[str, Any] = {
     "flow": {"width": 32, "depth": 2, "num_steps": 4},
 }
 CONTEXT = {"tokenizer": {"config": PATCHES}, "image_size": 8, "flow": {"kind": "in_context", "num_steps": 3}}
-DECODERS = {"flow head": FLOW, "in context": CONTEXT}
+FILM = {"tokenizer": {"config": JANUS_VQ | {"num_patches": 2}}, "image_size": 4, "num_frames": 2}
+DECODERS = {"flow head": FLOW, "in context": CONTEXT, "film": FILM, "film in context": CONTEXT | {"num_frames": 2}}
 BOTH = "codes and latents"  # two decoders of images; the other decoder is as in context
 DRAWN = ((8, 16), (8, 8), (12, 8))  # width and height
 PLACES = ("", "group", "world")
 MEMORY = ("", "recompute")
 LAYOUTS = ("dp2", "tp2", "sp2", "cp2", "pp2.accum2", "dp2.ep2", "vision1+dp2")
-TASKS = ("text_to_image", "image_to_text", "image_to_speech", "text", "text_to_image")
+TASKS = ("image_to_text", "image_to_speech", "text")
 
 
 class Case(NamedTuple):
-    """A case: a decoder of images and one of sound in codes, under a layout; an empty field is unset.
+    """A case: a decoder of images or films, and one of sound in codes, under a layout; an empty field is unset.
 
     Attributes:
         decoder: how it writes.
@@ -76,7 +78,7 @@ DEFAULT = list(covering(TABLE, lambda case: set(enumerate(case))))
 
 
 def build(decoder: str, with_experts: bool = False) -> OmniModel:
-    """A decoder of images in latents, one of sound in codes, and an encoder of images; or two of each for images."""
+    """A decoder of images or films, one of sound in codes, and an encoder of images; or two of each for images."""
     encoders = {"image_encoder": MODEL["encoders"]["image_encoder"]}
     decoders = {"image_decoder": DECODERS.get(decoder, CONTEXT), "audio_decoder": MODEL["decoders"]["audio_decoder"]}
     if decoder == BOTH:
@@ -91,13 +93,19 @@ def factory(case: Case) -> partial[OmniModel]:
 
 
 def samples(model: OmniModel, count: int = 5) -> list[Sample]:
-    """Samples that write images and sound, and read images; images of three sizes are written in codes, if any are."""
+    """Samples that write images or films, and sound, and read images; those in codes have three sizes."""
     if "image_codes" not in model.decoders:
-        return tiny_samples(tiny_processor(model), count, TASKS)
+        return tiny_samples(tiny_processor(model), count, (written(model), *TASKS, written(model)))
     chat = ChatFormat(**CHAT, starts={"image_codes": "<|video|>"})
     processor = OmniProcessor(ChatRenderer(tiny_tokenizer(), chat), *model.media_adapters())
     rows = [
-        replace(tiny_row(task, seed), decoders=["image_decoder", "audio_decoder"]) for seed, task in enumerate(TASKS)
+        replace(tiny_row(task, seed), decoders=["image_decoder", "audio_decoder"])
+        for seed, task in enumerate(("text_to_image", *TASKS))
     ]
     rows += [replace(drawing(*size, seed), decoders=["image_codes"]) for seed, size in enumerate(DRAWN)]
     return [processor.sample(row, index) for index, row in enumerate(rows)]
+
+
+def written(model: OmniModel) -> str:
+    """The task of the decoder."""
+    return "text_to_film" if model.image_decoder.num_frames else "text_to_image"
