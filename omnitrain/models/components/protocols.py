@@ -119,7 +119,7 @@ class DecoderMixin(ComponentMixin):
         return None
 
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
+        """Decode ``tokens`` to a ``PIL.Image``, a ``Waveform``, or a ``Clip`` of a film."""
         raise NotImplementedError
 
 

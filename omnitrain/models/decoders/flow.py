@@ -84,12 +84,11 @@ class LatentDecoder(CodecDecoder):
     @property
     def settings(self) -> set[str]:
         """See :class:`CodecDecoder`."""
-        return {"image_size", "flow"}
+        return {"image_size", "num_frames", "fps", "flow"}
 
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode latents to a ``PIL.Image``."""
-        with torch.no_grad():
-            return self.codec.decode(torch.tensor(tokens, device=next(self.parameters()).device))
+        """Decode latents to a ``PIL.Image`` or a ``Clip``."""
+        return self.decoded(torch.tensor(tokens, device=next(self.parameters()).device))
 
 
 class FlowDecoder(LatentDecoder):

@@ -26,7 +26,7 @@ class Answer:
     """The answer to one prompt.
 
     Attributes:
-        parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
+        parts: in order: ``str``, ``PIL.Image``, ``Waveform``, or ``Clip`` (a film).
         tokens: all sampled tokens, each as ``(text or decoder name, token)``.
         is_finished: whether the end token was sampled within ``max_new_tokens``.
         unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
