@@ -7,8 +7,7 @@ from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.parallel.layout import ModelLayout
-from omnitrain.parallel.layout_table import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable
+from omnitrain.parallel.layout import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable, ModelLayout
 from omnitrain.recipe import ParallelPlan
 from omnitrain.report.html import part_of_notebook, rendered, table
 from omnitrain.report.svg import mesh_picture

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Optimizer, Recipe
 from omnitrain.train import saves
