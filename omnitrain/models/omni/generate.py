@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -17,7 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
-from omnitrain.data.packing.sample import Sample
+from omnitrain.data.packing.sample import Grid, Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token
@@ -196,6 +197,7 @@ def _decode(
     decoders, end_token = model.decoders, processor.end_token
     heads, blocks = Heads(model, sampling, uniform, batch.copies), _blocks(model)
     foundation = _Foundation(model, batch, end_token, use_cache)
+    grid_positions = cache(processor.renderer.grid_positions)
     turn: list[tuple[str, list[int]]] | None = None  # it goes on after another forward
     columns: _Columns | None = None
     while model.inference.peers.any(any(not sequence.is_done for sequence in sequences)):
@@ -205,12 +207,40 @@ def _decode(
         by_mode = turn or turn_of(sequences, blocks)
         drawn = model.inference.from_first(partial(heads.draw, by_mode, sequences, *states))
         turn = by_mode if drawn.tokens is None else None
-        columns = _columns(by_mode, drawn, batch.copies, blocks, end_token)
+        places = _places_in_grids(grid_positions, decoders, by_mode, sequences, drawn.embeds.size(1))
+        columns = _columns(by_mode, drawn, batch.copies, blocks, end_token, places)
         for row, tokens in (drawn.tokens or {}).items():
             sequences[row].take(tokens, end_token, lambda name, item: decoders[name].is_complete(item))
     for sequence in sequences:
         sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequence.answer for sequence in sequences]
+
+
+def _places_in_grids(
+    grid_positions: Callable[[Grid], np.ndarray | None],
+    decoders: Mapping[str, Any],
+    turn: Sequence[tuple[str, list[int]]],
+    sequences: Sequence[GeneratedSequence],
+    width: int,
+) -> dict[int, _Place]:
+    """Return where the next ``width`` tokens of sequences stand that write media in grids."""
+    found = {}
+    for mode, rows in turn:
+        for row in rows if mode != "text" else ():
+            item = sequences[row].item
+            grid = decoders[mode].grid(item)
+            if grid is None or (first := len(item) - grid.before) < 0:
+                continue
+            if (positions := grid_positions(grid)) is not None:
+                found[row] = _Place(first == 0, torch.from_numpy(positions[:, first : first + width]))
+    return found
+
+
+class _Place(NamedTuple):
+    """Where tokens of an item stand: ``positions`` ``[axes, n]`` from its start; whether it ``begins`` with them."""
+
+    begins: bool
+    positions: torch.Tensor
 
 
 def _blocks(model: OmniModel) -> set[str]:
@@ -225,12 +255,14 @@ class _Columns:
     Attributes:
         rows: those that get tokens, if others wait.
         keeps: whether the batch has these tokens from then on; else they are for one forward.
+        places: of rows that write media in grids.
     """
 
     ids: list[int]
     embeds: torch.Tensor
     rows: list[int] | None
     keeps: bool
+    places: dict[int, _Place]
 
 
 def _columns(
@@ -239,6 +271,7 @@ def _columns(
     copies: Sequence[Sequence[int]],
     blocks: Collection[str],
     end_token: int,
+    places: Mapping[int, _Place],
 ) -> _Columns:
     ids: list[Any] = [end_token] * len(drawn.embeds)
     rows: list[int] = []
@@ -248,7 +281,8 @@ def _columns(
                 rows.append(of_copies[row])
             elif mode == "text" and drawn.tokens is not None:
                 (ids[of_copies[row]],) = drawn.tokens[row]
-    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None)
+    of_copies_too = {copy[row]: place for row, place in places.items() for copy in copies}
+    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None, of_copies_too)
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -306,6 +340,7 @@ class _Foundation:
         self.seen = 0  # columns that the caches hold
         self.block_ids = left_padded([_block_ids(pack) for pack in packs], 0)
         self.has_blocks = bool(self.block_ids.any())
+        self.starts: dict[int, torch.Tensor] = {}  # row -> ``[axes, 1]``, the position at which its grid starts
         self.added: _Columns | None = None  # the columns that the next forward is for
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -434,15 +469,24 @@ class _Foundation:
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(ids)[:, None].expand(-1, width)], dim=1)
         self.mask = torch.cat([self.mask, real], dim=1)
         self.block_ids = torch.cat([self.block_ids, real * (0 if columns.rows is None else start + 1)], dim=1)
-        largest = self.position_ids.amax(dim=-1, keepdim=True)
-        if self.position_ids.ndim == 3:  # every axis continues after its largest position
-            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
-        self.position_ids = torch.cat([self.position_ids, largest + real.cumsum(dim=-1)], dim=-1)
+        self.position_ids = torch.cat([self.position_ids, self._positions_of(columns, real)], dim=-1)
         kind = int(self.runner.native.extras.marks_answer)
         self.token_inputs = {
             name: torch.cat([values, values.new_full((size, width), kind)], dim=1)
             for name, values in self.token_inputs.items()
         }
+
+    def _positions_of(self, columns: _Columns, real: torch.Tensor) -> torch.Tensor:
+        """Position ids of new columns: of a text, or of places in a grid; ``real``: ``[batch, width]``, 1 or 0."""
+        largest = self.position_ids.amax(dim=-1, keepdim=True)
+        if self.position_ids.ndim == 3:  # every axis continues after its largest position
+            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
+        positions = largest + real.cumsum(dim=-1)
+        for row, place in columns.places.items():
+            if place.begins:
+                self.starts[row] = largest[:, row] + 1
+            positions[:, row] = self.starts[row] + place.positions.to(positions.device)
+        return positions
 
 
 def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
