@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.chat.chat_template import ChatTemplate
@@ -22,7 +23,7 @@ from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.chat.text_tokenizer import load_hf_processor, require_known_arguments
 from omnitrain.data.packing.sample import Features, Grid, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
-from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
+from omnitrain.data.render.expansion import MediaExpander, Medium, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.media_texts import (
     AddedText,
@@ -245,6 +246,17 @@ class TemplateRenderer(Renderer):
                 for modality, values in insert.expansion.features.items():
                     features.setdefault(modality, []).append(values)
         return self.native.positions(tokens.ids, token_inputs, features, audio_in_video=has_sound)
+
+    @property
+    def processor(self) -> Any:
+        """See :attr:`Renderer.processor`."""
+        return self._processor
+
+    def image_tokens(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray, Features]:
+        """See :meth:`Renderer.image_tokens`."""
+        expansion = self._native_expander.expand(Medium("image", image))
+        ids = np.array(self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return ids, ids == self.native.placeholders["image"], expansion.features["image"]
 
     def grid_positions(self, grid: Grid) -> np.ndarray | None:
         """See :meth:`Renderer.grid_positions`."""
