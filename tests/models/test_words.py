@@ -312,7 +312,7 @@ def on_ranks(plan: dict[str, int]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [{}, {"tp_size": 2}, {"pp_size": 2}], ids=["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("plan", [{}, {"pp_size": 2}], ids=["dp2", "pp2"])
 def test_ranks_write_what_one_process_writes(ranks: RankPool, plan: dict[str, int]) -> None:
     model, of, prompts = writing()
     expected = [(answer.tokens, answer.parts) for answer in generate(model, of, prompts, max_new_tokens=16)]
