@@ -142,11 +142,19 @@ class SectionWindows:
         """Return the components that have items in a window."""
         return [component for component, windows in self.encoded.items() if window in windows]
 
-    def encode(self, component: str, window: int, stage: int, *, is_backward: bool = False) -> Action:
-        """Return the action that encodes a window on a stage of a component, or runs its backward."""
+    def passes_of(self, component: str, window: int, stage: int) -> tuple[Action, Action]:
+        """Return the actions of a stage of a component that encode a window, and run its backward."""
         if self.num_stages > 1:
-            return Action(Kind.B if is_backward else Kind.F, stage, window, component=component)
-        return Action(Kind.ENCODE_B if is_backward else Kind.ENCODE, None, window, component=component)
+            forward = Action(Kind.F, stage, window, component=component)
+            return forward, forward._replace(kind=Kind.B)
+        encode = Action(Kind.ENCODE, None, window, component=component)
+        return encode, encode._replace(kind=Kind.ENCODE_B)
+
+
+def rows_of_sections(sections: Sequence[SectionWindows], first: int) -> dict[str, range]:
+    """Return section -> the indices of its lists of actions, one for each of its stages, from ``first`` on."""
+    ends = accumulate((section.num_stages for section in sections), initial=first)
+    return {section.name: range(*rows) for section, rows in zip(sections, pairwise(ends), strict=True)}
 
 
 class StagedNode(NamedTuple):
@@ -194,8 +202,7 @@ class Schedule:
     @cached_property
     def rows_of_sections(self) -> Mapping[str, range]:
         """Section -> the indices of its lists of actions, one for each of its stages."""
-        ends = accumulate((section.num_stages for section in self.sections), initial=self.num_pipeline_ranks)
-        return {section.name: range(*rows) for section, rows in zip(self.sections, pairwise(ends), strict=True)}
+        return rows_of_sections(self.sections, self.num_pipeline_ranks)
 
     @cached_property
     def staged(self) -> Mapping[str, StagedNode]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, compress, pairwise
+from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows, rows_of_sections
 from omnitrain.plan.schedule.encoders import uses_of_windows, with_weights
 from omnitrain.plan.schedule.simulate import Durations, Event, simulate
 
@@ -50,8 +50,7 @@ def with_sections(
     first_rank = schedule.stage_ranks[0]
     events = simulate(schedule, durations).events[first_rank]
     rows = [list(row) for row in schedule.actions]
-    ends = accumulate((section.num_stages for section in sections), initial=len(rows))
-    rows_of = {section.name: range(*ends_of) for section, ends_of in zip(sections, pairwise(ends), strict=True)}
+    rows_of = rows_of_sections(sections, len(rows))
     row_of = {component: rows_of[section.name] for section in sections for component in section.encoded}
     peers = dict.fromkeys(row_of, first_rank)
     peers |= {read: row_of[reader][0] for s in sections for reader, read in s.reads.items()}
@@ -63,9 +62,8 @@ def with_sections(
     for section in sections:
         to_main = [component for component in section.encoded if peers[component] == first_rank]
         rows[first_rank] = _with_messages(rows[first_rank], section, to_main, rows_of[section.name][-1])
-        for stage in range(section.num_stages):
-            actions = with_weights(_actions(section, stage, passes[section.name], peers, row_of, trained))
-            rows.append([*chain.from_iterable((*first, action, *last) for first, action, last in actions)])
+        passes_of = passes[section.name]
+        rows += [_actions(section, k, passes_of, peers, row_of, trained) for k in range(section.num_stages)]
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
 
 
@@ -141,7 +139,7 @@ def _actions(
     row_of: Mapping[str, range],
     trained: frozenset[str],
 ) -> list[Action]:
-    """Return the actions of a section's ranks, without those for its weights.
+    """Return the actions of a section's ranks.
 
     ``stage``: the one whose ranks they are; all stages run the same passes in one order. ``passes``: what it encodes,
     in order. ``peers``: component -> the list of those who read its features. ``row_of``: component -> the lists of its
@@ -153,21 +151,21 @@ def _actions(
     for window, is_backward, *_ in passes:
         for component in section.components_of(window):
             row, read = row_of[component][stage], section.reads.get(component)
-            encode = section.encode(component, window, stage, is_backward=is_backward)
-            input_ = Action(Kind.RECV_F, stage, window, row - 1, component)
-            if not stage:
-                input_ = Action(Kind.RECV_F, None, window, row_of[read][-1], read) if read else None
+            encode = section.passes_of(component, window, stage)[is_backward]
+            inputs = [Action(Kind.RECV_F, stage, window, row - 1, component)] if stage else []
+            if not stage and read is not None:
+                inputs = [Action(Kind.RECV_F, None, window, row_of[read][-1], read)]
             output = Action(Kind.SEND_F, stage, window, row + 1, component)
             if stage == section.num_stages - 1:
                 output = output._replace(stage=None, peer=peers[component])
             if not is_backward:
-                actions += [*[input_] * bool(input_), *[encode] * (not section.is_encoded), output]
+                actions += [*inputs, *([] if section.is_encoded else [encode]), output]
             elif component in section.trained:
-                actions += [output._replace(kind=Kind.RECV_B), encode]
-                actions += [input_._replace(kind=Kind.SEND_B)] if input_ and input_.component in trained else []
+                back = [message._replace(kind=Kind.SEND_B) for message in inputs if message.component in trained]
+                actions += [output._replace(kind=Kind.RECV_B), encode, *back]
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
-    return [*actions, *ahead]
+    return [*chain.from_iterable((*before, a, *after) for before, a, after in with_weights([*actions, *ahead]))]
 
 
 def _order(

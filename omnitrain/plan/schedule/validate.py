@@ -261,11 +261,10 @@ def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[
             if component in readers:
                 reading, reader = readers[component]
                 peer = schedule.rows_of_sections[reading.name][0]
-                first, last = (reading.encode(reader, start, 0, is_backward=back) for back in (False, True))
-            encode = section.encode(component, start, section.num_stages - 1)
+                first, last = reading.passes_of(reader, start, 0)
+            encode, encode_b = section.passes_of(component, start, section.num_stages - 1)
             here = [*([] if section.is_encoded else [encode]), message._replace(peer=peer)]
-            encode = section.encode(component, start, section.num_stages - 1, is_backward=True)
-            backward = [message._replace(kind=Kind.RECV_B, peer=peer), encode]
+            backward = [message._replace(kind=Kind.RECV_B, peer=peer), encode_b]
             read = [message._replace(kind=Kind.RECV_F, peer=rank), first]
             returned = message._replace(kind=Kind.SEND_B, peer=rank)
             if returned in at[peer] or any(action in at[rank] for action in backward):
