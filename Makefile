@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -36,6 +36,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 
 quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
+	@$(BIN)/python tasks/quickstart/picture.py runs/quickstart runs/quickstart/picture.png
 
 # One thread: figures that repeat, and tests that do not fight over cores.
 test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
@@ -85,6 +86,13 @@ test-gpu:
 
 coverage: install
 	@$(BIN)/python -m pytest -q --cov --cov-report=term
+
+# The source distribution and the wheel, in dist/, as they would be uploaded.
+package: install
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --target $(VENV)/release build twine
+	@rm -rf dist
+	@PYTHONPATH=$(VENV)/release $(BIN)/python -m build -q --outdir dist
+	@PYTHONPATH=$(VENV)/release $(BIN)/python -m twine check --strict dist/*
 
 lint: install
 	@$(BIN)/ruff check .

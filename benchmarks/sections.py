@@ -56,7 +56,7 @@ from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindo
 from omnitrain.plan.schedule.draw import gantt
 from omnitrain.plan.schedule.generators import accumulate
 from omnitrain.plan.schedule.sections import with_sections
-from omnitrain.plan.schedule.simulate import Event, Link, Timeline, simulate
+from omnitrain.plan.schedule.simulate import Event, MessageCost, Timeline, simulate
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan, Section
 
 FORMULA = (
@@ -201,7 +201,7 @@ def simulated(side: Side, taken: list[list[tuple[float, float]]], bits: float) -
             return 0
         return sum(message.bytes for message in messages_of(plan, ENCODER, action.micro_batch, edge.form.rows))
 
-    link = Link(bandwidth=bits / 8, message_bytes=message_bytes) if bits else None
+    link = MessageCost(bandwidth=bits / 8, message_bytes=message_bytes) if bits else None
     return schedule, simulate(schedule, lambda action: seconds.get((action.kind, action.micro_batch), 0.0), link)
 
 

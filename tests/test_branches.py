@@ -80,6 +80,22 @@ def names(node: ast.AST) -> Iterator[str]:
                 yield found
 
 
+def classes(code: str) -> set[str]:
+    """The names of all classes that code defines, those in functions and classes included."""
+    return {node.name for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)}
+
+
+def test_no_class_name_stands_in_two_files() -> None:
+    assert classes("class A:\n class B: pass\ndef f():\n class _C: pass") == {"A", "B", "_C"}
+    files: dict[str, list[str]] = {}
+    root = Path(omnitrain.__file__).parent
+    for path in root.rglob("*.py"):
+        for name in classes(path.read_text()):
+            files.setdefault(name, []).append(str(path.relative_to(root)))
+    assert len(files) > 500
+    assert {name: sorted(paths) for name, paths in files.items() if len(paths) > 1} == {}
+
+
 def test_names_are_counted() -> None:
     assert {"is_apart", "a", "f", "acts_as"} <= {*names(ast.parse("def f(acts_as): return a.is_apart"))}
 

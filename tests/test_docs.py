@@ -150,14 +150,20 @@ def test_the_tests_that_the_verify_page_names_exist() -> None:
             assert f"def {name.removesuffix('_')}" in text, (file, name)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_last_runs() -> None:
-    def figure(name: str, key: str) -> float:
-        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][key]
+def figure(name: str, key: str) -> float:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][key]
 
+
+def test_the_readme_is_short_and_says_the_last_error_of_verify() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 200 and f"gradient is {figure('verified', 'grad_error'):.1e} of the largest" in text
+
+
+def test_the_figures_of_the_page_of_benchmarks_are_those_of_the_last_runs() -> None:
     speeds = {
         side: figure("padding", f"{side}_tokens_per_second") for side in ("omnitrain", "hf_padded", "hf_flattened")
     }
-    table = (ROOT / "README.md").read_text().split("| benchmark | figure | target |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "benchmarks.md").read_text().split("| benchmark | figure | target |")[1].split("\n\n")[0]
     shown = [line.split(" | ")[1] for line in table.splitlines()[2:]]
     assert shown == [
         f"{100 * figure('step_overhead', 'overhead'):.1f} %",

@@ -20,7 +20,7 @@ from gpu.measured import NEEDS_CUDA
 from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
-from omnitrain.ops.attention.spec import Backend, Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionBackend, AttentionCall, MaskSpec
 from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
 from omnitrain.ops.fused.patch_embed import PATCH_EMBED
 from omnitrain.ops.fused.rms_norm import RMS_NORM, RMSNormForm
@@ -89,11 +89,11 @@ WIDTHS = {"flash": WIDE, "varlen": WIDE, "sdpa": (64, 128, 256), "flex": (128,),
 DTYPES = {"flash": (BF16,), "varlen": (BF16,), "sdpa": (BF16, FP32), "flex": (BF16,), "reference": (FP32,)}
 
 
-def _attention(feature: str, attend: Callable[[Call], Tensor], inputs: Tensors) -> Tensors:
+def _attention(feature: str, attend: Callable[[AttentionCall], Tensor], inputs: Tensors) -> Tensors:
     mask, fields = FEATURES[feature]
     fields = {name: inputs.get(name, value) for name, value in fields.items()}
     states = {name: inputs[name] for name in ("query", "key", "value")}
-    return {"output": attend(Call(**states, mask=MASKS[mask](), **fields))}
+    return {"output": attend(AttentionCall(**states, mask=MASKS[mask](), **fields))}
 
 
 def attention_inputs(feature: str, width: int) -> Tensors:
@@ -103,7 +103,7 @@ def attention_inputs(feature: str, width: int) -> Tensors:
     return drawn(query=states["query"], key=states["key"], value=states["key"], **sinks)
 
 
-def attention(backend: Backend, feature: str, width: int, dtype: torch.dtype) -> Check:
+def attention(backend: AttentionBackend, feature: str, width: int, dtype: torch.dtype) -> Check:
     """Forward and backward of a backend over a pack, against the formula; flex has no backward on a CPU."""
 
     def measure(device: torch.device) -> float:
@@ -162,7 +162,7 @@ def ring(mask: str, width: int) -> Check:
     def whole(tensors: Tensors) -> tuple[float, Tensors]:
         *states, grad = (tensor[None] for tensor in tensors.values())
         leaves = [state.requires_grad_() for state in states]
-        out = REFERENCE.attend(Call(*leaves, mask=spec, scale=SCALE)).transpose(1, 2)
+        out = REFERENCE.attend(AttentionCall(*leaves, mask=spec, scale=SCALE)).transpose(1, 2)
         made = [out, *torch.autograd.grad(out, leaves, grad)]
         return 0.0, {name: tensor[0].detach() for name, tensor in zip(names, made, strict=True)}
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from omnitrain.ops.attention.entry import Attend, attending_through
-from omnitrain.ops.attention.spec import FULL, GENERAL, Call, MaskSpec
+from omnitrain.ops.attention.spec import FULL, GENERAL, AttentionCall, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.torch_private import GROUPED_MM, FakeTensor, FakeTensorMode, TorchDispatchMode, packet_of
 
@@ -202,7 +202,7 @@ class _Counter(TorchDispatchMode):
         if self.again and str(op) not in self.again[-1].saved_ops:
             self.counted.again += flops
 
-    def packed_attention(self, call: Call, _: Attend) -> Tensor:
+    def packed_attention(self, call: AttentionCall, _: Attend) -> Tensor:
         lengths = [stop - start for start, stop in pairwise(call.mask.offsets)]
         pattern = _pattern_of(call.mask, call.query.device)
         return self.attend(call.query, call.key, call.value, lengths, *pattern).transpose(1, 2)

@@ -33,10 +33,10 @@ def recompute_contexts(
     if has_routers:
         tape = RoutingTape()
         forward, recompute = [tape.recording], [*recompute, tape.replaying]
-    return _Inside([*forward, *in_forward]), _Inside([*recompute, *in_recompute])
+    return _EnteredContexts([*forward, *in_forward]), _EnteredContexts([*recompute, *in_recompute])
 
 
-class _Inside(AbstractContextManager[None]):
+class _EnteredContexts(AbstractContextManager[None]):
     """Enters new contexts from all ``makers`` each time; a graph's recompute may run several times."""
 
     def __init__(self, makers: Sequence[MakeContext]) -> None:

@@ -12,12 +12,12 @@ FULL, CAUSAL, MASKED = "full", "causal", "masked"
 
 
 @dataclass(frozen=True)
-class Section:
+class SlicePart:
     """Adjacent tokens on one rank."""
 
     start: int  # first token
     stop: int  # one past the last token
-    # index of the segment whose other tokens are on other ranks. None: the section is whole segments
+    # index of the segment whose other tokens are on other ranks. None: the part is whole segments
     segment: int | None
 
     @property
@@ -37,22 +37,22 @@ class Block:
     kind: str
 
 
-def sections_of(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> tuple[Section, ...]:
+def parts_of_slice(runs: Sequence[Run], cu_seqlens: Sequence[int]) -> tuple[SlicePart, ...]:
     """Divide a rank's tokens, as runs, into whole segments, which need no other rank, and slices of segments that do.
 
-    Sections ascend, and adjacent whole segments form one. ``cu_seqlens``: ``(0, ..., T)``, offsets of the segments.
+    Parts ascend, and adjacent whole segments form one. ``cu_seqlens``: ``(0, ..., T)``, offsets of the segments.
     """
-    sections: list[Section] = []
+    parts: list[SlicePart] = []
     for start, stop in _merged(runs):
         for segment, (first, end) in enumerate(pairwise(cu_seqlens)):
             if max(start, first) >= min(stop, end):
                 continue
             is_whole = start <= first and end <= stop
-            if is_whole and sections and sections[-1].segment is None and sections[-1].stop == first:
-                sections[-1] = Section(sections[-1].start, end, None)
+            if is_whole and parts and parts[-1].segment is None and parts[-1].stop == first:
+                parts[-1] = SlicePart(parts[-1].start, end, None)
             else:
-                sections.append(Section(max(start, first), min(stop, end), None if is_whole else segment))
-    return tuple(sections)
+                parts.append(SlicePart(max(start, first), min(stop, end), None if is_whole else segment))
+    return tuple(parts)
 
 
 def block_between(queries: Run, keys: Run, *, causal: bool, window: int | None) -> Block | None:

@@ -188,7 +188,7 @@ class Recipe(Strict):
 
         An override is ``key.sub=value``; values are YAML. Raises RecipeError: no such recipe, or invalid YAML, or
         problems in the tree or the overrides; lists all of them with their paths and, for unknown keys, the nearest
-        valid key.
+        valid key. A value `tasks/...` that is no file here is the file that omnitrain ships.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(
@@ -199,7 +199,7 @@ class Recipe(Strict):
         tree = _read_mapping(file)
         problems = apply_overrides(tree, overrides or [])
         try:
-            recipe = cls.model_validate(tree)
+            recipe = cls.model_validate(_with_shipped_files(tree))
         except ValidationError as error:
             problems += problem_lines(error, cls)
         if problems:
@@ -223,6 +223,18 @@ def _read_mapping(file: Path) -> dict[str, Any]:
         found = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise RecipeError(f"{file}: found {found}; expected keys such as `model:`, `data:` and `train:`")
     return tree
+
+
+def _with_shipped_files(node: Any) -> Any:
+    """Return the tree in which a ``tasks/...`` that the working folder lacks is the shipped file."""
+    if isinstance(node, dict):
+        return {key: _with_shipped_files(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [*map(_with_shipped_files, node)]
+    if not isinstance(node, str) or not node.startswith("tasks/"):
+        return node
+    file, shipped = node.partition(":")[0], recipes_folder().parent
+    return str(shipped / node) if (shipped / file).exists() and not Path(file).exists() else node
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:

@@ -18,7 +18,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.entry import Attend, attending_through
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import AttentionCall
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.timing import SpanRecorder, What
 from omnitrain.recipe import Recipe
@@ -160,7 +160,7 @@ def _label(module: nn.Module, words: str) -> Callable[[], None]:
     return remove
 
 
-def _attend(call: Call, attend: Attend) -> Tensor:
+def _attend(call: AttentionCall, attend: Attend) -> Tensor:
     with record_function(ATTENTION):
         return attend(call)
 

@@ -21,6 +21,7 @@ SIZES = {
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
     "step_overhead": ["--rounds=1", "--steps=1", "--skip=0"],
     "padding": ["--rounds=1", "--steps=1", "--samples=200"],
+    "verified": ["--samples=2", "--layouts", "dp2"],
     "packing": ["--rounds=1", "--samples=1000"],
     "cost_balance": ["--rounds=1", "--samples=512"],
     "data_start": ["--rounds=1", "--lines=2000", "--megabytes=2"],

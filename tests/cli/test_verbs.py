@@ -91,7 +91,7 @@ def test_python_m_omnitrain_reports_a_mistake_without_traceback() -> None:
 
 
 def test_version() -> None:
-    assert call("--version").output == "omnitrain 0.1.0\n"
+    assert call("--version").output == "omnitrain 0.2.0\n"
 
 
 def test_ls_prints_name_and_summary(shipped: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnitrain.ops.attention.backends import BACKENDS
 from omnitrain.ops.attention.backends.sdpa import SDPA
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_every_backend_and_feature_of_attention_is_compared() -> None:
     assert {feature for backend, feature in names if backend in ("flex", "reference")} == checks_of_ops.FEATURES.keys()
 
 
-def wider(call: Call) -> Tensor:
+def wider(call: AttentionCall) -> Tensor:
     """The window is one token too wide."""
     assert call.mask.window is not None
     return SDPA.attend(replace(call, mask=MaskSpec(call.mask.offsets, causal=True, window=call.mask.window + 1)))

@@ -3,31 +3,31 @@ import itertools
 import numpy as np
 import pytest
 
-from omnitrain.plan.ring import CAUSAL, FULL, Block, Section, block_between, sections_of, seen_before_and_after
+from omnitrain.plan.ring import CAUSAL, FULL, Block, SlicePart, block_between, parts_of_slice, seen_before_and_after
 from omnitrain.plan.sequence import split_sequence
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("offsets", [(0, 24), (0, 3, 4, 11, 24), (0, 6, 12, 18, 24), tuple(range(25))])
-def test_sections_are_the_tokens_of_a_rank_and_cut_only_what_other_ranks_have_a_part_of(
+def test_parts_are_the_tokens_of_a_rank_and_cut_only_what_other_ranks_have_a_part_of(
     cp: int, offsets: tuple[int, ...]
 ) -> None:
     split = split_sequence(24, sp=1, cp=cp)
     for cp_rank, rows in enumerate(split.positions):
-        sections = sections_of(split.chunks(cp_rank), offsets)
-        assert [token for section in sections for token in range(section.start, section.stop)] == rows.tolist()
-        for section in sections:
-            if section.segment is None:
-                assert {section.start, section.stop} <= set(offsets)
+        parts = parts_of_slice(split.chunks(cp_rank), offsets)
+        assert [token for part in parts for token in range(part.start, part.stop)] == rows.tolist()
+        for part in parts:
+            if part.segment is None:
+                assert {part.start, part.stop} <= set(offsets)
             else:
-                start, stop = offsets[section.segment : section.segment + 2]
-                assert start <= section.start < section.stop <= stop
+                start, stop = offsets[part.segment : part.segment + 2]
+                assert start <= part.start < part.stop <= stop
                 assert not set(range(start, stop)) <= set(rows.tolist())
 
 
 def test_one_rank_and_short_samples_need_no_ring() -> None:
-    assert sections_of([(0, 24)], (0, 3, 24)) == (Section(0, 24, None),)
-    assert sections_of([(0, 6), (18, 24)], (0, 3, 6, 18, 21, 24)) == (Section(0, 6, None), Section(18, 24, None))
+    assert parts_of_slice([(0, 24)], (0, 3, 24)) == (SlicePart(0, 24, None),)
+    assert parts_of_slice([(0, 6), (18, 24)], (0, 3, 6, 18, 21, 24)) == (SlicePart(0, 6, None), SlicePart(18, 24, None))
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 3)])

@@ -25,7 +25,7 @@ from omnitrain.models.discovery import discover, failure_of_model, rest_codecs
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.ops.attention.packed_context import PackedSequence
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import AttentionCall
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -257,10 +257,10 @@ class WholeSequence:
         self.num_tokens, self.num_local_tokens, self.attention = num_tokens, num_tokens, self
         self.positions = self.host_positions = torch.arange(num_tokens)
         self.heads: set[int] = set()  # numbers of query heads
-        self.attended: list[tuple[Call, Tensor]] = []  # calls and outputs of all attentions, in order
+        self.attended: list[tuple[AttentionCall, Tensor]] = []  # calls and outputs of all attentions, in order
         self.gathered: list[Tensor] = []  # inputs and outputs of recurrent layers, and gathered tensors, in order
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         """Compute attention, and record the call and its output."""
         self.heads.add(call.query.size(1))
         self.attended.append((call, compute(call)))
@@ -289,7 +289,7 @@ class ReplayedSlice:
         self._attended, self._gathered = iter(whole.attended), iter(whole.gathered)
         self.errors = [0.0]  # of the slice's inputs to these layers
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         """Compare the inputs with the recorded call, and return the recorded output of the slice's tokens."""
         expected, output = next(self._attended)
         for name in ("query", "key", "value"):

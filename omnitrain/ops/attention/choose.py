@@ -8,16 +8,16 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.backends import BACKENDS
-from omnitrain.ops.attention.spec import Backend, Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionBackend, AttentionCall, MaskSpec
 
 AUTO = "auto"
 
 
 # Class of a layer, backend that the settings ask for, needs, device and dtype of its calls, and more -> its backend.
-CHOSEN: dict[tuple[Any, ...], Backend] = {}
+CHOSEN: dict[tuple[Any, ...], AttentionBackend] = {}
 
 
-def choose(module: torch.nn.Module, call: Call, asked: str) -> Backend:
+def choose(module: torch.nn.Module, call: AttentionCall, asked: str) -> AttentionBackend:
     """Return the backend ``asked``, for ``auto`` the first that can run the call; a UserError names the obstacle."""
     query, name = call.query, type(module).__name__
     sizes, of_mask = (query.size(-1), call.value.size(-1)), getattr(call.mask.general, "dtype", None)
@@ -37,10 +37,10 @@ def require_trainable(asked: str, device: torch.device, dtype: torch.dtype) -> N
     if asked != AUTO:
         states = torch.empty(1, 1, 2, 64, device=device, dtype=dtype, requires_grad=True)
         with torch.enable_grad():
-            _choose("ordinary attention", Call(states, states, states, MaskSpec((0, 2), causal=True)), asked)
+            _choose("ordinary attention", AttentionCall(states, states, states, MaskSpec((0, 2), causal=True)), asked)
 
 
-def _choose(module: str, call: Call, asked: str) -> Backend:
+def _choose(module: str, call: AttentionCall, asked: str) -> AttentionBackend:
     device = call.query.device.type
     candidates = [b for b in BACKENDS if b.automatic_on is None or device in b.automatic_on]
     for backend in candidates if asked == AUTO else [b for b in BACKENDS if b.name == asked]:
@@ -54,6 +54,6 @@ def _choose(module: str, call: Call, asked: str) -> Backend:
     raise UserError(f"attention backend {asked!r} cannot compute {module}: {problems[asked]}; {able} can")
 
 
-def _problem(backend: Backend, call: Call) -> str | None:
+def _problem(backend: AttentionBackend, call: AttentionCall) -> str | None:
     lacking = sorted(call.needs - backend.honours)
     return f"it does not support {', '.join(lacking)}" if lacking else backend.obstacle(call)

@@ -15,7 +15,7 @@ from omnitrain.errors import UserError
 from omnitrain.ops.attention import packed_context
 from omnitrain.ops.attention.choose import choose
 from omnitrain.ops.attention.hf_masks import describe, is_causal, pattern_of
-from omnitrain.ops.attention.spec import CAUSAL, FULL, Call, MaskFunction, MaskSpec, plain_spec, shard_of
+from omnitrain.ops.attention.spec import CAUSAL, FULL, AttentionCall, MaskFunction, MaskSpec, plain_spec, shard_of
 from omnitrain.ops.attention.unpacked import EAGER, SDPA, plain_attention, plain_mask
 from omnitrain.ops.cpu.unread_rows import rows_read_of
 from omnitrain.torch_private import version_of
@@ -25,12 +25,12 @@ _read_before = WeakTensorKeyDictionary()
 # cu_seqlens tensor -> the specs of the layers that got it.
 _specs_of = WeakTensorKeyDictionary()
 
-Attend = Callable[[Call], Tensor]
-_through: ContextVar[Callable[[Call, Attend], Tensor] | None] = ContextVar("attention_through", default=None)
+Attend = Callable[[AttentionCall], Tensor]
+_through: ContextVar[Callable[[AttentionCall, Attend], Tensor] | None] = ContextVar("attention_through", default=None)
 
 
 @contextmanager
-def attending_through(around: Callable[[Call, Attend], Tensor]) -> Iterator[None]:
+def attending_through(around: Callable[[AttentionCall, Attend], Tensor]) -> Iterator[None]:
     """Let ``around(call, attend)`` compute packed attention inside, by the backend's ``attend`` or in another way."""
     token = _through.set(around)
     try:
@@ -108,7 +108,7 @@ def omnitrain_attention(
         return plain_attention(implementation, module, query, key, value, attention_mask, **kwargs)
     refuse_unknown(type(module).__name__, kwargs)
     _check_bias(module, spec, kwargs.get("position_bias"))
-    call = Call(
+    call = AttentionCall(
         query=query,
         key=key,
         value=value,
@@ -122,7 +122,7 @@ def omnitrain_attention(
         read=rows_read_of(module, query.size(2)) if spec.shard is None else None,
     )
 
-    def attend(own: Call) -> Tensor:
+    def attend(own: AttentionCall) -> Tensor:
         return choose(module, own, backend).attend(own)
 
     around = _through.get()

@@ -77,7 +77,7 @@ class PackedSequence:
 _running: ContextVar[PackedSequence | None] = ContextVar("packed_sequence", default=None)
 
 
-def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
+def packed(cu_seqlens: Sequence[int] | None) -> _InsideSequence:
     """Return a context in which every attention over the ``[1, T]`` tokens of a sequence keeps its samples apart.
 
     Use it around the forward of the model that reads the tokens. Run other models, such as towers, outside of it or
@@ -87,16 +87,16 @@ def packed(cu_seqlens: Sequence[int] | None) -> _Inside:
     samples and the end of the last one; other offsets are a ValueError.
     """
     if cu_seqlens is None:
-        return _Inside(None)
+        return _InsideSequence(None)
     offsets = tuple(cu_seqlens)
     if offsets[:1] != (0,) or any(stop < start for start, stop in pairwise(offsets)):
         raise ValueError(f"cu_seqlens must start at 0 and ascend; found {offsets}")
-    return _Inside(PackedSequence(offsets))
+    return _InsideSequence(PackedSequence(offsets))
 
 
-def inside(sequence: PackedSequence | None) -> _Inside:
+def inside(sequence: PackedSequence | None) -> _InsideSequence:
     """Return the context of :func:`packed` for a sequence that ranks may share."""
-    return _Inside(sequence)
+    return _InsideSequence(sequence)
 
 
 def packed_sequence() -> PackedSequence | None:
@@ -169,7 +169,7 @@ def check_recomputation(module: torch.nn.Module) -> None:
         )
 
 
-class _Inside:
+class _InsideSequence:
     def __init__(self, sequence: PackedSequence | None) -> None:
         self._sequence = sequence
         self._tokens: list[Token[PackedSequence | None]] = []

@@ -173,7 +173,7 @@ class MaskSpec:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class AttentionCall:
     """The arguments of one attention."""
 
     query: Tensor  # [1, H, T, D]
@@ -213,13 +213,15 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Backend:
-    """One way to compute a :class:`Call`; outputs and gradients are exact for all features that it supports."""
+class AttentionBackend:
+    """One way to compute an :class:`AttentionCall`; exact outputs and gradients for all features that it supports."""
 
     name: str  # name in the settings
     honours: frozenset[str]  # the features that it supports
-    obstacle: Callable[[Call], str | None]  # returns why it cannot run a call (device, dtype, package); None: it can
-    attend: Callable[[Call], Tensor]  # the call -> [1, T, H, E], in the dtype of the values
+    obstacle: Callable[
+        [AttentionCall], str | None
+    ]  # returns why it cannot run a call (device, dtype, package); None: it can
+    attend: Callable[[AttentionCall], Tensor]  # the call -> [1, T, H, E], in the dtype of the values
     automatic_on: frozenset[str] | None = None  # device types on which auto may choose it; None: all
 
 
@@ -235,7 +237,7 @@ class SequenceShard(Protocol):
     def num_local_tokens(self) -> int:
         """Number of tokens of the sequence on this rank."""
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         """Attend from this rank's tokens to the whole sequence: ``[1, local tokens, H, E]``. All its ranks call it.
 
         ``call`` has queries, keys and values ``[1, heads, local tokens, width]`` of this rank; all other fields are for

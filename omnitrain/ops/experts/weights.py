@@ -109,7 +109,7 @@ class ExpertWeights:
         if chunks == 1 and work is None and after_backward is None:
             return [self]
         names, matrices = tuple(self._tensors), (self.first_name, self.down_name)
-        gradients = _Gradients(chunk_offsets(self.num_experts, chunks), ranges, matrices, work)
+        gradients = _WeightGradientBuffer(chunk_offsets(self.num_experts, chunks), ranges, matrices, work)
         if after_backward is not None:
             gradients.later = {name: after_backward.of(getattr(self.module, name)) for name in matrices}
         flat = _InChunks.apply(gradients, names, *self._tensors.values())
@@ -154,10 +154,12 @@ _Piece = tuple[int, int, MakeGradient]  # first expert, the one after the last, 
 
 
 class _InChunks(torch.autograd.Function):
-    """Splits tensors into chunks along dim 0. Gradients come from the chunks or from :class:`_Gradients`."""
+    """Splits tensors into chunks along dim 0. Gradients come from the chunks or from :class:`_WeightGradientBuffer`."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: _Gradients, names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, gradients: _WeightGradientBuffer, names: tuple[str, ...], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.gradients, ctx.names = gradients, names
         ctx.set_materialize_grads(False)
         chunks = [tuple(tensor[start:stop] for tensor in tensors) for start, stop in pairwise(gradients.offsets)]
@@ -179,7 +181,7 @@ class _InChunks(torch.autograd.Function):
 
 
 @dataclass(eq=False)
-class _Gradients:
+class _WeightGradientBuffer:
     """Collects the gradients of chunks' matrices in one buffer, so that none exists twice.
 
     Gradients are kept per backward: an interrupted backward leaves nothing for the next one. ``work`` computes them in

@@ -251,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
         logits = hidden.new_empty(step, classes)
         wide = cache(lambda: torch.empty_like(logits, dtype=torch.float32))  # not all softmaxes need it
-        grads = _Gradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
+        grads = _LossGradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
         rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
         for start in range(0, number, max(1, step)):
             stop = min(start + step, number)
@@ -285,7 +285,7 @@ def _linear(h: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> N
         torch.addmm(bias, h, weight.t(), out=out)
 
 
-class _Gradients:
+class _LossGradients:
     """The ``wanted`` gradients of hidden, weight and bias; weight's and bias's are sums over chunks, in fp32."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:

@@ -89,7 +89,7 @@ class _DeepEPDispatch:
     """A :class:`omnitrain.ops.experts.DispatchHandle`; all experts of a rank are one chunk."""
 
     def __init__(self, buffer: Any, tokens: Tensor, weights: Tensor, index: Tensor, num_experts: int) -> None:
-        self._call = _Call(buffer, index, num_experts)
+        self._call = _DeepEPCall(buffer, index, num_experts)
         self._dtype = weights.dtype
         self._tokens, self._weights = with_backward(self._call.dispatch, self._call.combine, tokens, weights.float())
         self._routes = self._call.routes()
@@ -110,7 +110,7 @@ class _DeepEPDispatch:
         return self._results
 
 
-class _Call:
+class _DeepEPCall:
     """One dispatch of DeepEP, with its handle for the combine."""
 
     def __init__(self, buffer: Any, index: Tensor, num_experts: int) -> None:

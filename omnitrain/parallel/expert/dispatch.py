@@ -189,7 +189,7 @@ class ChunkedDispatch:
     def __init__(self, link: Link, plan: DispatchPlan, tokens: Tensor, weights: Tensor, spans: LayerSpans) -> None:
         self.ranges: Sequence[Sequence[ExpertRange]] = [splits.ranges for splits in plan.chunks]
         self._plan, self._weights = plan, weights
-        self._in_flight = in_flight = _InFlight(link, plan, spans)
+        self._in_flight = in_flight = _ExpertExchanges(link, plan, spans)
 
         def start(tokens: Tensor) -> tuple[Tensor, ...]:
             token_of_row = plan.routes.token_of_row
@@ -232,7 +232,7 @@ class ChunkedDispatch:
         return combined
 
 
-class _InFlight:
+class _ExpertExchanges:
     """The exchanges in flight of a forward, later of its backward; at most one per chunk at a time."""
 
     def __init__(self, link: Link, plan: DispatchPlan, spans: LayerSpans) -> None:
@@ -280,7 +280,7 @@ class _InFlight:
 
 
 def _placeholder(rows: int, like: Tensor) -> Tensor:
-    """``[rows, H]`` that connects autograd nodes; :class:`_InFlight` has the rows themselves."""
+    """``[rows, H]`` that connects autograd nodes; :class:`_ExpertExchanges` has the rows themselves."""
     return like.new_zeros(()).expand(rows, like.size(1))
 
 
@@ -288,7 +288,7 @@ class _Combine(torch.autograd.Function):
     """Wait for the results of all chunks, and sum each token's results with its weights."""
 
     @staticmethod
-    def forward(ctx: Any, in_flight: _InFlight, weights: Tensor, *results: Tensor) -> Tensor:
+    def forward(ctx: Any, in_flight: _ExpertExchanges, weights: Tensor, *results: Tensor) -> Tensor:
         rows = in_flight.wait_all()
         ctx.in_flight = in_flight
         ctx.save_for_backward(rows, weights)
@@ -297,7 +297,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        in_flight: _InFlight = ctx.in_flight
+        in_flight: _ExpertExchanges = ctx.in_flight
         rows, weights = ctx.saved_tensors
         of_rows, of_weights = permute.weighted_sum_gradients(gradient, rows, weights, in_flight.plan.routes)
         chunks = in_flight.plan.chunks

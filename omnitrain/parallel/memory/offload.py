@@ -42,7 +42,7 @@ def around_calls(
 
 
 # The last call of this thread whose tensors were offloaded; the backward runs calls in the reverse order.
-_last_call: ContextVar[weakref.ref[_Call] | None] = ContextVar("last_offloaded_call", default=None)
+_last_call: ContextVar[weakref.ref[_OffloadedCall] | None] = ContextVar("last_offloaded_call", default=None)
 
 
 class ActivationOffload:
@@ -76,7 +76,7 @@ class ActivationOffload:
 
     @contextmanager
     def _saved(self, is_wanted: Callable[[int], bool]) -> Iterator[None]:
-        call = _Call(self, is_wanted, _last_call.get())
+        call = _OffloadedCall(self, is_wanted, _last_call.get())
         _last_call.set(weakref.ref(call))
         with saved_tensors_hooks(call.pack, call.unpack):
             yield
@@ -111,11 +111,11 @@ class ActivationOffload:
         return tensor, event
 
 
-class _Call:
+class _OffloadedCall:
     """The saved tensors of one call, and a reference to the previous call."""
 
     def __init__(
-        self, offload: ActivationOffload, is_wanted: Callable[[int], bool], previous: weakref.ref[_Call] | None
+        self, offload: ActivationOffload, is_wanted: Callable[[int], bool], previous: weakref.ref[_OffloadedCall] | None
     ) -> None:
         self.offload = offload
         self._is_wanted = is_wanted
@@ -162,7 +162,7 @@ class _Call:
 class _Saved:
     """A tensor in host memory, alive as long as autograd needs it."""
 
-    def __init__(self, call: _Call, host: Tensor) -> None:
+    def __init__(self, call: _OffloadedCall, host: Tensor) -> None:
         self._call = call  # keeps the call alive as long as one of its tensors
         self._host = host
         self._ready: tuple[Tensor, torch.cuda.Event | None] | None = None

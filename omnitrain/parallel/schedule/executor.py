@@ -58,7 +58,7 @@ class OnPhase(Protocol):
 
 
 @dataclass
-class _InFlight:
+class _LiveMicroBatch:
     """A micro-batch in a stage, or in a head behind the last one, between its forward and its backward.
 
     Attributes:
@@ -121,7 +121,7 @@ class Executor:
         self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
         self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
-        self._live: dict[_Key, _InFlight] = {}
+        self._live: dict[_Key, _LiveMicroBatch] = {}
         self._delayed: dict[_Key, WeightGradients | None] = {}
         self._splits_backward = False
         self._forward_in: dict[_Key, Transfer] = {}
@@ -241,7 +241,8 @@ class Executor:
                 self._graph.states[name].send(micro_batch, [given.states])
         if self._trains:
             losses = self._loss(self._losses(output) if stage == self._last else [])
-            self._live[key] = _InFlight(arrived, sent, losses, delayed, [*output.behind] if stage == self._last else [])
+            heads = [*output.behind] if stage == self._last else []
+            self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed, heads)
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
 
@@ -253,7 +254,7 @@ class Executor:
         given = self._for_heads.pop(key)._replace(states=states.requires_grad_(self._trains))
         output = self._model.run_head(name, given)
         if self._trains:
-            self._live[key] = _InFlight((given.states,), (), self._counted(self._losses(output)), None)
+            self._live[key] = _LiveMicroBatch((given.states,), (), self._counted(self._losses(output)), None)
         if self._on_output is not None:
             self._on_output(self._batch.packs[micro_batch].to(self._model.device), output)
 
@@ -325,7 +326,7 @@ class Executor:
         back = [torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived]
         self._graph.states[action.component].give_back(action.micro_batch, back)
 
-    def _backward_of_stage(self, live: _InFlight, key: tuple[int, int]) -> None:
+    def _backward_of_stage(self, live: _LiveMicroBatch, key: tuple[int, int]) -> None:
         gradients: list[Tensor | None] = [None] * len(live.losses)
         if live.heads:
             gradients += [g for name in live.heads for g in self._graph.states[name].take_gradients(key[1], 0)]

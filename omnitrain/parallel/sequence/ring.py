@@ -18,13 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import online_softmax
-from omnitrain.ops.attention.spec import Call, MaskSpec
-from omnitrain.plan.ring import Block, Run, Section, sections_of
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
+from omnitrain.plan.ring import Block, Run, SlicePart, parts_of_slice
 from omnitrain.plan.sequence import SequenceSplit
 
 
 def ring_attention(
-    call: Call, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[Call], Tensor]
+    call: AttentionCall, split: SequenceSplit, group: dist.ProcessGroup, compute: Callable[[AttentionCall], Tensor]
 ) -> Tensor:
     """Attend from the tokens of a cp rank to the whole sequence: ``[1, tokens of the cp rank, heads, E]``. Collective.
 
@@ -33,40 +33,40 @@ def ring_attention(
     """
     _require_supported(call)
     of_ranks = call.mask.remember(
-        ("sections", split.cp),
-        lambda: tuple(sections_of(split.chunks(rank), call.mask.offsets) for rank in range(split.cp)),
+        ("parts", split.cp),
+        lambda: tuple(parts_of_slice(split.chunks(rank), call.mask.offsets) for rank in range(split.cp)),
     )
-    sections = of_ranks[dist.get_rank(group)]
-    lengths = [section.length for section in sections]
+    parts = of_ranks[dist.get_rank(group)]
+    lengths = [part.length for part in parts]
     states = [tensor.split(lengths, dim=2) for tensor in (call.query, call.key, call.value)]
     outputs: dict[int, Tensor] = {}
-    for index, section in enumerate(sections):
-        if section.segment is None:
-            query, key, value = (of_sections[index] for of_sections in states)
-            start, stop = section.start, section.stop
+    for index, part in enumerate(parts):
+        if part.segment is None:
+            query, key, value = (of_parts[index] for of_parts in states)
+            start, stop = part.start, part.stop
             mask = call.mask.remember(("between", start, stop), partial(call.mask.between, start, stop))
             outputs[index] = compute(replace(call, query=query, key=key, value=value, mask=mask))
-    if any(section.segment is not None for rank in of_ranks for section in rank):
+    if any(part.segment is not None for rank in of_ranks for part in rank):
         ring = _Ring(call.mask, of_ranks, group, online_softmax.Scoring(call.mask, call.scaling, call.softcap))
         outputs |= _attend_pieces(ring, states, call.sinks)
     return torch.cat([outputs[index] for index in sorted(outputs)], dim=1)
 
 
 def _attend_pieces(ring: _Ring, states: Sequence[Sequence[Tensor]], sinks: Tensor | None) -> dict[int, Tensor]:
-    """Section of this rank -> its attention. A rank without pieces passes on the keys and values of other ranks."""
-    sections = ring.sections[ring.rank]
-    pieces = [index for index, section in enumerate(sections) if section.segment is not None]
+    """Index of a part of the slice -> its attention. A rank without pieces passes on keys and values of other ranks."""
+    parts = ring.parts[ring.rank]
+    pieces = [index for index, part in enumerate(parts) if part.segment is not None]
     query, key, value = (
-        (torch.cat([of_sections[index] for index in pieces], dim=2) if pieces else of_sections[0][:, :, :0])[0]
-        for of_sections in states
+        (torch.cat([of_parts[index] for index in pieces], dim=2) if pieces else of_parts[0][:, :, :0])[0]
+        for of_parts in states
     )
     out = _RingAttention.apply(ring, query, key, value, sinks).transpose(0, 1)[None]
     if not pieces:
-        return {len(sections): out}  # without tokens, so that the backward runs on this rank
-    return dict(zip(pieces, out.split([sections[index].length for index in pieces], dim=1), strict=True))
+        return {len(parts): out}  # without tokens, so that the backward runs on this rank
+    return dict(zip(pieces, out.split([parts[index].length for index in pieces], dim=1), strict=True))
 
 
-def _require_supported(call: Call) -> None:
+def _require_supported(call: AttentionCall) -> None:
     mask = call.mask.general
     obstacles = {
         "dropout": call.dropout > 0,
@@ -82,7 +82,7 @@ class _Ring:
     """The pieces of samples on each rank, and the scoring of their blocks."""
 
     mask: MaskSpec
-    sections: tuple[tuple[Section, ...], ...]
+    parts: tuple[tuple[SlicePart, ...], ...]
     group: dist.ProcessGroup
     scoring: online_softmax.Scoring
 
@@ -90,21 +90,21 @@ class _Ring:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def pieces(self, rank: int) -> list[tuple[int, Section]]:
+    def pieces(self, rank: int) -> list[tuple[int, SlicePart]]:
         """The pieces of a rank, each with its start in the concatenated pieces."""
         start, pieces = 0, []
-        for section in self.sections[rank]:
-            if section.segment is not None:
-                pieces.append((start, section))
-                start += section.length
+        for part in self.parts[rank]:
+            if part.segment is not None:
+                pieces.append((start, part))
+                start += part.length
         return pieces
 
     def num_tokens(self, rank: int) -> int:
-        return sum(section.length for _, section in self.pieces(rank))
+        return sum(part.length for _, part in self.pieces(rank))
 
     def held(self, step: int) -> int:
         """The rank whose keys and values this rank holds in a step."""
-        return (self.rank - step) % len(self.sections)
+        return (self.rank - step) % len(self.parts)
 
     def blocks(self, owner: int, device: torch.device) -> Iterator[tuple[slice, slice, Block]]:
         """Yield the unmasked blocks between this rank's queries and the keys of ``owner``: rows, columns, block."""
@@ -128,7 +128,7 @@ class _Hop:
     def __init__(self, ring: _Ring, sent: Sequence[Tensor], arriving_from: int) -> None:
         """``arriving_from``: the rank whose keys arrive."""
         peers = dist.get_process_group_ranks(ring.group)
-        after, before = peers[(ring.rank + 1) % len(ring.sections)], peers[(ring.rank - 1) % len(ring.sections)]
+        after, before = peers[(ring.rank + 1) % len(ring.parts)], peers[(ring.rank - 1) % len(ring.parts)]
         tokens = ring.num_tokens(arriving_from)
         self._sent = [tensor.contiguous() for tensor in sent]
         self._arriving = [tensor.new_empty(tensor.size(0), tokens, tensor.size(2)) for tensor in sent]
@@ -146,8 +146,8 @@ class _Hop:
 def _around(ring: _Ring, own: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield the owner, keys and values of each rank in turn, while the next ones are in flight."""
     held = list(own)
-    for step in range(len(ring.sections)):
-        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < len(ring.sections) else None
+    for step in range(len(ring.parts)):
+        hop = _Hop(ring, held, ring.held(step + 1)) if step + 1 < len(ring.parts) else None
         yield ring.held(step), held
         if hop is not None:
             held = hop.arrived()
@@ -191,7 +191,7 @@ class _RingAttention(torch.autograd.Function):
             if sums is not None:
                 for total, before in zip((of_keys, of_values), sums.arrived(), strict=True):
                     total += before
-            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % len(ring.sections))
+            sums = _Hop(ring, (of_keys, of_values), (owner - 1) % len(ring.parts))
         assert sums is not None
         of_key, of_value = sums.arrived()
         of_sinks = None

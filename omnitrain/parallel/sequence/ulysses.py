@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import AttentionCall
 from omnitrain.ops.collectives import gather_rows
 from omnitrain.ops.device import to_device
 from omnitrain.parallel.sequence.head_exchange import HeadSpans, equal_spans, heads_to_tokens, tokens_to_heads
@@ -50,7 +50,7 @@ def deal_heads(num_heads: int, num_key_heads: int, ranks: int, rank: int) -> Own
     return OwnHeads(queries, keys, key_of_query if len(counts) > 1 else None)
 
 
-def of_own_heads(call: Call, heads: OwnHeads, rank: int) -> Call:
+def of_own_heads(call: AttentionCall, heads: OwnHeads, rank: int) -> AttentionCall:
     """Return a rank's call over all tokens: its states have only the rank's heads, all other arguments all heads."""
     key, value, local, bias = call.key, call.value, slice(*heads.queries[rank]), call.position_bias
     if heads.own_keys is not None:
@@ -94,7 +94,7 @@ class UlyssesShard:
         """The number of tokens of this rank."""
         return self.lengths_of_ranks[self.rank]
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         """See :class:`~omnitrain.ops.attention.spec.SequenceShard`; a rank receives only key heads that it reads."""
         heads = deal_heads(call.query.size(1), call.key.size(1), self.split.sp, self.rank)
         if self.split.sp == 1:
@@ -108,7 +108,9 @@ class UlyssesShard:
         (local,) = heads_to_tokens([output[0]], [heads.queries], self.lengths_of_ranks, self.sp_group)
         return local[None]
 
-    def attend_own_heads(self, call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend_own_heads(
+        self, call: AttentionCall, heads: OwnHeads, compute: Callable[[AttentionCall], Tensor]
+    ) -> Tensor:
         """Attend with this rank's heads and all tokens of its ``sp_group``: ``[1, tokens, local heads, E]``."""
         local = of_own_heads(call, heads, self.rank)
         if self.cp_group is None or self.split.cp == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 
-from omnitrain.parallel.spawn.worker import Message
+from omnitrain.parallel.spawn.worker import PoolMessage
 
 
 class RankError(RuntimeError):
@@ -22,9 +22,9 @@ class RankError(RuntimeError):
         self.output: tuple[str, ...] = ()
 
 
-def failure(name: str, timeout_s: float, reports: Mapping[int, Message]) -> RankError | None:
+def failure(name: str, timeout_s: float, reports: Mapping[int, PoolMessage]) -> RankError | None:
     """Return the error that describes all failures of the function ``name``; None if every rank returned."""
-    of_kind: dict[str, dict[int, Message]] = {"died": {}, "failed": {}, "late": {}, "done": {}}
+    of_kind: dict[str, dict[int, PoolMessage]] = {"died": {}, "failed": {}, "late": {}, "done": {}}
     for rank, report in sorted(reports.items()):
         of_kind[report.kind][rank] = report
     died, late, done = of_kind["died"], of_kind["late"], of_kind["done"]
@@ -48,7 +48,7 @@ def failure(name: str, timeout_s: float, reports: Mapping[int, Message]) -> Rank
     return error
 
 
-def _stacks(late: Mapping[int, Message]) -> list[str]:
+def _stacks(late: Mapping[int, PoolMessage]) -> list[str]:
     """The stacks of the ranks that are late; ranks with the same stack are grouped."""
     ranks_at: dict[str | None, list[int]] = {}
     for rank, report in late.items():

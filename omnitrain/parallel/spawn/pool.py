@@ -19,7 +19,7 @@ from typing import Any
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.errors import RankError, failure
 from omnitrain.parallel.spawn.notebook import lines_of_cells, main_without_file, pickled
-from omnitrain.parallel.spawn.worker import Case, Message, receive, send, serve
+from omnitrain.parallel.spawn.worker import Case, PoolMessage, receive, send, serve
 
 __all__ = ["RankError", "RankPool"]
 
@@ -140,10 +140,10 @@ class RankPool:
                 self._discard(rank)
             raise
 
-    def _reports(self, case: Case) -> dict[int, Message]:
+    def _reports(self, case: Case) -> dict[int, PoolMessage]:
         """Rank -> the result of the case; kills the ranks that do not report in time."""
         deadline = time.monotonic() + case.timeout_s
-        reports = self._tell(range(case.world), Message("run", self._number, case))
+        reports = self._tell(range(case.world), PoolMessage("run", self._number, case))
         while len(reports) < case.world:
             if any(report.kind != "done" for report in reports.values()):
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
@@ -154,14 +154,14 @@ class RankPool:
             reports |= received
         return reports
 
-    def _tell(self, ranks: Iterable[int], message: Message) -> dict[int, Message]:
+    def _tell(self, ranks: Iterable[int], message: PoolMessage) -> dict[int, PoolMessage]:
         """Send a message; return the ranks that have died."""
         return {rank: self._discard_dead(rank) for rank in ranks if not self._ranks[rank].send(message)}
 
-    def _receive(self, ranks: Sequence[int], kinds: tuple[str, ...], deadline: float) -> dict[int, Message]:
+    def _receive(self, ranks: Sequence[int], kinds: tuple[str, ...], deadline: float) -> dict[int, PoolMessage]:
         """Rank -> its next message of these kinds, or that it died; empty if the deadline passes first."""
         by_connection = {self._ranks[rank].connection: rank for rank in ranks}
-        received: dict[int, Message] = {}
+        received: dict[int, PoolMessage] = {}
         while not received:
             ready = wait(list(by_connection), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -179,17 +179,17 @@ class RankPool:
                     received[rank] = message
         return received
 
-    def _discard_dead(self, rank: int) -> Message:
-        dead = Message("died", self._number, self._ranks[rank].exit_code())
+    def _discard_dead(self, rank: int) -> PoolMessage:
+        dead = PoolMessage("died", self._number, self._ranks[rank].exit_code())
         self._discard(rank)
         return dead
 
-    def _stop_late(self, running: Sequence[int]) -> dict[int, Message]:
+    def _stop_late(self, running: Sequence[int]) -> dict[int, PoolMessage]:
         """Ask the ranks that are late for their stacks, then kill them."""
-        reports = self._tell(running, Message("where", self._number))
+        reports = self._tell(running, PoolMessage("where", self._number))
         deadline = time.monotonic() + _ANSWER_SECONDS
         while silent := [rank for rank in running if rank not in reports]:
-            reports |= self._receive(silent, ("late",), deadline) or dict.fromkeys(silent, Message("late"))
+            reports |= self._receive(silent, ("late",), deadline) or dict.fromkeys(silent, PoolMessage("late"))
         for rank in running:
             self._discard(rank)
         return reports
@@ -197,7 +197,7 @@ class RankPool:
     def _clean_up(self, world: int) -> None:
         """Let the ranks clean up together; kill those that do not finish in time."""
         waiting = list(range(world))
-        for rank in self._tell(waiting, Message("clean", self._number)):
+        for rank in self._tell(waiting, PoolMessage("clean", self._number)):
             waiting.remove(rank)
         deadline = time.monotonic() + _CLEAN_UP_SECONDS
         while waiting and (received := self._receive(waiting, ("clean",), deadline)):
@@ -221,7 +221,7 @@ class _Worker:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: PoolMessage) -> bool:
         """Send a message; False if the process has ended."""
         try:
             send(self.connection, message)

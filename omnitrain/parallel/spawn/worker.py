@@ -54,7 +54,7 @@ class Failed:
     error: bytes | None  # the pickled exception; None if it cannot be pickled
 
 
-class Message(NamedTuple):
+class PoolMessage(NamedTuple):
     """What a pool and a rank say to each other about the case ``number``.
 
     The pool says ``run`` (a :class:`Case`), ``where``, or ``clean``: all ranks have reported, so the process groups
@@ -67,12 +67,12 @@ class Message(NamedTuple):
     value: Any = None
 
 
-def send(connection: Connection, message: Message) -> None:
+def send(connection: Connection, message: PoolMessage) -> None:
     """Send a message pickled by value; multiprocessing's ``send`` would move tensors into shared memory."""
     connection.send_bytes(pickle.dumps(message))
 
 
-def receive(connection: Connection) -> Message:
+def receive(connection: Connection) -> PoolMessage:
     """Return the next message; raises EOFError or OSError if the other process has ended."""
     return pickle.loads(connection.recv_bytes())
 
@@ -92,9 +92,9 @@ class _Rank:
         self._connection = connection
         self._rank = rank
         self._sending = threading.Lock()
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[PoolMessage] = queue.SimpleQueue()
         self._main_thread = threading.get_ident()
-        self._send(Message("ready"))
+        self._send(PoolMessage("ready"))
         threading.Thread(target=self._listen, name="listen", daemon=True).start()
 
     def serve(self) -> None:
@@ -107,7 +107,7 @@ class _Rank:
             else:
                 leave_process_groups()
                 gc.freeze()  # what outlives a case, as modules that it imported; later collections skip it
-                self._send(Message("clean", number))
+                self._send(PoolMessage("clean", number))
 
     def _listen(self) -> None:
         """Receive messages in a thread, so that a rank stuck in a collective still answers and ends with its pool."""
@@ -119,12 +119,12 @@ class _Rank:
                     last = max(index for index, frame in enumerate(frames) if frame.filename == __file__)
                     case_frames = frames[last + 1 :]  # without the frames of this file, which lead to the case
                     stack = "".join(traceback.format_list(case_frames)).rstrip()
-                    self._send(Message("late", message.number, stack))
+                    self._send(PoolMessage("late", message.number, stack))
                 else:
                     self._inbox.put(message)
         os._exit(1)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: PoolMessage) -> None:
         with self._sending:
             send(self._connection, message)
 
@@ -138,12 +138,12 @@ class _Rank:
             os.environ.pop(name, None)
         for name, lines in (case.cells or {}).items():
             linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
-        stream = _SentLines(lambda text: self._send(Message("printed", number, text)))
+        stream = _SentLines(lambda text: self._send(PoolMessage("printed", number, text)))
         with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             yield
         stream.end()
 
-    def _report(self, number: int, case: Case) -> Message:
+    def _report(self, number: int, case: Case) -> PoolMessage:
         try:
             dist.init_process_group(
                 "gloo",
@@ -157,9 +157,9 @@ class _Rank:
             if isinstance(function, str):
                 module, _, name = function.partition(":")
                 function = getattr(importlib.import_module(module), name)
-            return Message("done", number, pickle.dumps(function(*args)))
+            return PoolMessage("done", number, pickle.dumps(function(*args)))
         except (Exception, SystemExit) as error:  # the pool reports any error of the case
-            return Message("failed", number, _failed(error))
+            return PoolMessage("failed", number, _failed(error))
 
 
 class _SentLines(io.TextIOBase):

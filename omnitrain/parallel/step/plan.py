@@ -34,7 +34,7 @@ from omnitrain.plan import (
     shape_key,
 )
 from omnitrain.plan.item_cost import item_cost
-from omnitrain.plan.wavefront.step import Drawn, rearranged
+from omnitrain.plan.wavefront.step import MicroBatchOrder, rearranged
 from omnitrain.plan.windows import WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION
 
@@ -149,7 +149,7 @@ class StepPlanner:
         topology = self.topology if self.windows is None else self.windows(self.topology, tables)
         return dispatch_media(plan_step(topology, tables, rates), rank, packs, self.peers.swap)
 
-    def _rearranged(self, rank: int, packs: Sequence[Pack], drawn: Sequence[Drawn]) -> list[Pack]:
+    def _rearranged(self, rank: int, packs: Sequence[Pack], drawn: Sequence[MicroBatchOrder]) -> list[Pack]:
         """The packs that this rank runs, in order; they come from the rank with the same place in its data group."""
         topology, owners = self.topology, self.topology.owners.tolist()
         if all((of_lane.lane == lane).all() for lane, of_lane in enumerate(drawn)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from omnitrain.parallel.watch.report import Answer, Place, report
+from omnitrain.parallel.watch.report import Place, RankStatus, report
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 10.0
@@ -45,7 +45,7 @@ class StallBoard:
         """Note that this rank has left the loop."""
         self._store.set(f"left/{self.rank}", "")
 
-    def tell(self, answer: Answer, seconds: float) -> str | None:
+    def tell(self, answer: RankStatus, seconds: float) -> str | None:
         """Store this rank's answer; the first caller waits for the other answers and returns the report."""
         self._set(f"answer/{self.rank}", answer)
         self._store.set("stalled", "")

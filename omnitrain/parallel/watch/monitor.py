@@ -30,7 +30,7 @@ from omnitrain.errors import EXIT_FAILED, LostRankError, TrainingError, UserErro
 from omnitrain.ops.turns import running_thread
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
-from omnitrain.parallel.watch.report import Answer, Collectives, Phase, Place, RunningAction, described, report
+from omnitrain.parallel.watch.report import Collectives, Phase, Place, RankStatus, RunningAction, described, report
 from omnitrain.torch_private import begun_collectives, process_groups, profiler_enabled, set_timeout
 
 _PATIENCE = timedelta(days=7)  # of collectives
@@ -234,7 +234,7 @@ class StallMonitor:
         running = threads.get(running_thread() or self._main_thread, threads[self._main_thread])
         frames = traceback.extract_stack(running)[-_STACK_DEPTH:]
         stack = "".join(traceback.format_list(frames)).rstrip()
-        answer = Answer(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
+        answer = RankStatus(self._place, time.monotonic() - self._moved_at, _begun_collectives(), stack)
         try:
             text = self._board.tell(answer, seconds)
         except RuntimeError:  # the process that holds the store has ended

@@ -44,7 +44,7 @@ class Collectives(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankStatus:
     """The status that a rank reports: its position, for how long, its collectives by group and device.
 
     ``stack`` is the one of its main thread; in a pair of a forward and a backward, of the thread that has its turn.
@@ -56,7 +56,7 @@ class Answer:
     stack: str
 
 
-def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> list[int]:
+def awaited_ranks(answers: Mapping[int, RankStatus], silent: Iterable[int] = ()) -> list[int]:
     """Return the ranks that the others wait for.
 
     These are the ``silent`` ones, whose process has ended, or cannot run Python; else the ranks that have started fewer
@@ -77,7 +77,7 @@ def awaited_ranks(answers: Mapping[int, Answer], silent: Iterable[int] = ()) -> 
     return sorted(rank for rank, value in progress.items() if value == min(progress.values()))
 
 
-def _begun(answers: Mapping[int, Answer]) -> dict[str, dict[int, int]]:
+def _begun(answers: Mapping[int, RankStatus]) -> dict[str, dict[int, int]]:
     """Key of the collectives of a group -> rank -> the number that it has started."""
     begun: dict[str, dict[int, int]] = {}
     for rank, answer in answers.items():
@@ -86,7 +86,7 @@ def _begun(answers: Mapping[int, Answer]) -> dict[str, dict[int, int]]:
     return begun
 
 
-def _awaited(rank: int, answers: Mapping[int, Answer]) -> int | None:
+def _awaited(rank: int, answers: Mapping[int, RankStatus]) -> int | None:
     """A rank that has not sent the message, or not begun the collective, that the action of ``rank`` needs."""
     place = answers[rank].place
     needs = () if place.action is None else place.action.needs
@@ -110,7 +110,7 @@ def _progress(place: Place) -> tuple[int, float, int]:
 
 
 def report(
-    answers: Mapping[int, Answer], silent: Mapping[int, Place | None], finished: Iterable[int], seconds: float
+    answers: Mapping[int, RankStatus], silent: Mapping[int, Place | None], finished: Iterable[int], seconds: float
 ) -> str:
     """Return the report for the user; ``silent``: rank without an answer -> its last known position, if any."""
     culprits = awaited_ranks(answers, silent)
@@ -164,7 +164,7 @@ def described(place: Place) -> str:
     return where
 
 
-def _missing(rank: int, answers: Mapping[int, Answer]) -> list[str]:
+def _missing(rank: int, answers: Mapping[int, RankStatus]) -> list[str]:
     """The next collectives that other ranks have started and ``rank`` has not."""
     lines, begun = [], _begun(answers)
     for key, (group, started) in answers[rank].collectives.items():

@@ -21,7 +21,7 @@ _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 
 @dataclass(frozen=True)
-class Link:
+class MessageCost:
     """What a message between two ranks costs."""
 
     latency: Seconds = 0  # seconds from the end of a send to the arrival
@@ -101,7 +101,7 @@ class DeadlockError(ScheduleError):
 
 
 def simulate(
-    schedule: Schedule, durations: Durations, link: Link | None = None, *, slots: int | None = None
+    schedule: Schedule, durations: Durations, link: MessageCost | None = None, *, slots: int | None = None
 ) -> Timeline:
     """Run a lowered schedule in time, or forwards and backwards only: then results are at the next stage at once.
 
@@ -115,7 +115,7 @@ def simulate(
     posted; a rank waits at the next send. 0: as NCCL does at worst. None: any number. Raises DeadlockError: some ranks
     never come to their end; ScheduleError: a duration is missing.
     """
-    return _Run(schedule, _duration(durations), link or Link(), slots).timeline()
+    return _Run(schedule, _duration(durations), link or MessageCost(), slots).timeline()
 
 
 def _duration(durations: Durations) -> Callable[[Action], Seconds]:
@@ -141,7 +141,7 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 class _Run:
     """The state of a simulation: facts that became true, and who waits for others."""
 
-    def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: Link, slots: int | None):
+    def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: MessageCost, slots: int | None):
         self.schedule, self.duration, self.link = schedule, duration, link
         self.posted_before = {} if slots is None else _receives_before_sends(schedule, slots)
         self.has_messages = any(

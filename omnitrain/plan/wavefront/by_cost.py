@@ -11,7 +11,7 @@ from omnitrain.plan.placement import Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
 from omnitrain.plan.wavefront.deal import deal
-from omnitrain.plan.wavefront.step import LEAST_GAIN, Drawn, encoding_seconds
+from omnitrain.plan.wavefront.step import LEAST_GAIN, MicroBatchOrder, encoding_seconds
 
 _SWAPS_PER_LANE = 4
 _LEAST_STEP = 1e-3  # of the gap between two lanes, that a swap must close
@@ -29,7 +29,7 @@ class CostOrder:
     # should cost the same; otherwise only their sums
     coupled: bool
 
-    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
+    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[MicroBatchOrder, ...]:
         """Return the micro-batches of each data-parallel rank; see :meth:`StepOrder.__call__`."""
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # pack = lane * M + micro-batch
@@ -38,7 +38,7 @@ class CostOrder:
             forward = encoding_seconds(topology, tables, component, rates.per_cost[component])
             load += forward * (3 if topology.component(component).is_trained else 1)
         lanes = dealt_packs(work, load, len(owners), coupled=self.coupled)
-        return tuple(Drawn(*divmod(packs, number)) for packs in lanes)
+        return tuple(MicroBatchOrder(*divmod(packs, number)) for packs in lanes)
 
 
 def dealt_packs(work: np.ndarray, load: np.ndarray, num_lanes: int, *, coupled: bool) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ FeederAction = tuple[int, bool, float, float]  # sample, whether it is its backw
 
 
 @dataclass
-class Timeline:
+class WavefrontTimeline:
     """When everything happens in a step, in seconds: samples in their lanes, and the actions of each feeder."""
 
     start: list[float]
@@ -32,7 +32,7 @@ def makespan(wave: Wavefront, order: Sequence[int]) -> float:
     return simulate(wave, order).makespan
 
 
-def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
+def simulate(wave: Wavefront, order: Sequence[int]) -> WavefrontTimeline:
     """Run a step in one order of its samples, ``[samples]`` a permutation of them.
 
     Lanes and feeders follow the same order, each with its own samples. So no cycle of waits exists: the first sample in
@@ -55,7 +55,7 @@ def simulate(wave: Wavefront, order: Sequence[int]) -> Timeline:
         for number in changed:
             begins[number] = feeders[number].next_begin()
         changed.clear()
-    return Timeline(lanes.start, lanes.end, [feeder.actions for feeder in feeders])
+    return WavefrontTimeline(lanes.start, lanes.end, [feeder.actions for feeder in feeders])
 
 
 class _RunningFeeder:

@@ -29,7 +29,7 @@ class SectionLimits(NamedTuple):
     encode_twice: bool  # backwards repeat their forwards
 
 
-class Drawn(NamedTuple):
+class MicroBatchOrder(NamedTuple):
     """The micro-batches that a data-parallel rank runs, in order: ``[M]`` which rank drew each, and its index there."""
 
     lane: np.ndarray
@@ -47,7 +47,7 @@ class StepOrder:
     sections: tuple[SectionLimits, ...]  # the sections of the run
     coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
 
-    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[Drawn, ...]:
+    def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[MicroBatchOrder, ...]:
         """Return the micro-batches of each data-parallel rank, equally many, in the order of ``topology.owners``."""
         owners, number = topology.owners, len(tables.counts)
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
@@ -61,7 +61,7 @@ class StepOrder:
             orders.append((dealt, best_order(dealt)))
         seconds = [makespan(wave, order) for wave, order in orders]
         wave, order = orders[-1] if seconds[-1] < (1 - LEAST_GAIN) * seconds[0] else orders[0]
-        return tuple(Drawn(*divmod(np.array(samples), number)) for samples in wave.lanes_of(order))
+        return tuple(MicroBatchOrder(*divmod(np.array(samples), number)) for samples in wave.lanes_of(order))
 
     def _feeder(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Feeder:
         """The section as one feeder of all data-parallel ranks, since it divides each round among its ranks."""
@@ -86,7 +86,7 @@ def encoding_seconds(topology: Topology, tables: StepTables, component: str, per
     return np.asarray(per_cost * np.bincount(cell, tables.cost[own], number * len(owners)))
 
 
-def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[Drawn]) -> StepTables:
+def rearranged(topology: Topology, tables: StepTables, drawn: Sequence[MicroBatchOrder]) -> StepTables:
     """Return the tables as if each data-parallel rank had drawn the micro-batches that it runs."""
     owners, number, num_media = topology.owners, len(tables.counts), max(1, len(topology.media))
     lane = np.stack([of_lane.lane for of_lane in drawn])  # [lanes, M]

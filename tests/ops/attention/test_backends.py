@@ -18,7 +18,17 @@ from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
 from omnitrain.ops.attention.choose import CHOSEN, choose
-from omnitrain.ops.attention.spec import DROPOUT, FULL, GENERAL, SINKS, SOFTCAP, WINDOW, Backend, Call, MaskSpec
+from omnitrain.ops.attention.spec import (
+    DROPOUT,
+    FULL,
+    GENERAL,
+    SINKS,
+    SOFTCAP,
+    WINDOW,
+    AttentionBackend,
+    AttentionCall,
+    MaskSpec,
+)
 from omnitrain.ops.cpu.unread_rows import ReadRows
 
 OFFSETS = (0, 4, 9, 10, 18)
@@ -68,13 +78,13 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_call(mask: str, feature: str, requires_grad: bool = False) -> Call:
+def make_call(mask: str, feature: str, requires_grad: bool = False) -> AttentionCall:
     states = {"query": randn(1, 4, LENGTH, 8, seed=1) * 2, "key": randn(1, 4, LENGTH, 8, seed=2)}
     arguments = {**states, "value": randn(1, 4, LENGTH, 8, seed=3), **FEATURES[feature]}
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             arguments[name] = value.clone().requires_grad_(requires_grad)
-    return Call(mask=MASKS[mask](), **arguments)
+    return AttentionCall(mask=MASKS[mask](), **arguments)
 
 
 def seen_by(spec: MaskSpec, start: int, stop: int) -> torch.Tensor:
@@ -91,7 +101,7 @@ def seen_by(spec: MaskSpec, start: int, stop: int) -> torch.Tensor:
     return part.double() if part.is_floating_point() else torch.where(part, 0.0, -torch.inf).double()
 
 
-def formula(call: Call) -> torch.Tensor:
+def formula(call: AttentionCall) -> torch.Tensor:
     """The definition of each feature in float64, one segment after the other."""
     outputs = []
     for start, stop in itertools.pairwise(call.mask.offsets):
@@ -110,7 +120,7 @@ def formula(call: Call) -> torch.Tensor:
     return torch.cat(outputs)[None].float()
 
 
-def gradients(output: torch.Tensor, call: Call) -> list[torch.Tensor]:
+def gradients(output: torch.Tensor, call: AttentionCall) -> list[torch.Tensor]:
     inputs = [x for x in vars(call).values() if isinstance(x, torch.Tensor)]
     return list(torch.autograd.grad(output, inputs, randn(*output.shape, seed=9)))
 
@@ -126,7 +136,7 @@ GRID = [
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("backend", "mask", "feature"), GRID)
 def test_what_a_backend_declares_equals_the_formula_on_each_segment_alone(
-    backend: Backend, mask: str, feature: str
+    backend: AttentionBackend, mask: str, feature: str
 ) -> None:
     call = make_call(mask, feature, requires_grad=backend is not FLEX)
     output = backend.attend(call)
@@ -153,7 +163,7 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.parametrize("mask", [{"causal": True}, {"causal": True, "window": 4}, {}])
 @pytest.mark.parametrize("backend", [SDPA, REFERENCE])
 def test_any_lengths_share_calls_without_changing_results(
-    backend: Backend, mask: dict[str, Any], offsets: tuple[int, ...]
+    backend: AttentionBackend, mask: dict[str, Any], offsets: tuple[int, ...]
 ) -> None:
     call = replace(make_call("full", "grouped heads", requires_grad=True), mask=MaskSpec(offsets, **mask))
     output, exact = backend.attend(call), formula(call)
@@ -166,7 +176,7 @@ def test_any_lengths_share_calls_without_changing_results(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "image blocks", "tensor"])
 @pytest.mark.parametrize("backend", [SDPA, REFERENCE, FLEX], ids=lambda backend: backend.name)
-def test_changing_one_segment_leaves_the_others_bitwise_unchanged(backend: Backend, mask: str) -> None:
+def test_changing_one_segment_leaves_the_others_bitwise_unchanged(backend: AttentionBackend, mask: str) -> None:
     call = make_call(mask, "plain")
     before = backend.attend(call)
     for x in (call.query, call.key, call.value):
@@ -280,7 +290,7 @@ def exact_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any)
     ("backend", "kernel"), [(VARLEN, exact_varlen), (VARLEN, varlen_of_torch_2_11), (FLASH, exact_flash)]
 )
 def test_kernels_of_ragged_rows_get_the_arguments_they_document(
-    backend: Backend, kernel: Callable[..., Any], mask: str, feature: str, monkeypatch: pytest.MonkeyPatch
+    backend: AttentionBackend, kernel: Callable[..., Any], mask: str, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(backend.attend.__globals__, "_function", lambda: kernel)
     call = make_call(mask, feature)

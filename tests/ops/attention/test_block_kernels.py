@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from omnitrain.ops.attention import online_softmax
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.block_kernels import KERNELS, BlockKernel, CudaFlash, kernel_for
-from omnitrain.ops.attention.spec import Call, MaskSpec, repeat_heads
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec, repeat_heads
 from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block
 from tests.ops.attention.blocks import CHUNKS, SCALE, by_blocks
 
@@ -131,7 +131,7 @@ def kernel_on_cpu(name: str) -> Iterator[None]:
 
 def whole(states: list[Tensor], grad: Tensor, mask: MaskSpec) -> list[Tensor]:
     leaves = [x.double()[None].requires_grad_() for x in states]
-    out = REFERENCE.attend(Call(*(x.float() for x in leaves), mask=mask, scale=SCALE))[0].transpose(0, 1)
+    out = REFERENCE.attend(AttentionCall(*(x.float() for x in leaves), mask=mask, scale=SCALE))[0].transpose(0, 1)
     return [out, *(x[0] for x in torch.autograd.grad(out, leaves, grad))]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from omnitrain.ops.attention.backends import flex
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.ops.experts.routing_tape import RoutingTape
 
 OF_TORCH = 8  # compilations of one piece of code that torch keeps
@@ -39,7 +39,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModul
 @torch.no_grad()
 def attend(spec: MaskSpec) -> None:
     states = torch.randn(1, 1, spec.offsets[-1], 16)
-    flex.attend(Call(states, states, states, spec))
+    flex.attend(AttentionCall(states, states, states, spec))
 
 
 def recompute(layers: list[tuple[MaskSpec, RoutingTape]]) -> None:

@@ -98,7 +98,7 @@ def peaks_and_parameters(number: int) -> tuple[int, int, set[str], set[str]]:
     model = on_stages(chunks=2)
     live = peak = 0
 
-    class Counted(executor._InFlight):
+    class Counted(executor._LiveMicroBatch):
         def __init__(self, *arguments: object) -> None:
             nonlocal live, peak
             super().__init__(*arguments)
@@ -111,7 +111,7 @@ def peaks_and_parameters(number: int) -> tuple[int, int, set[str], set[str]]:
 
     samples = tiny_samples(tiny_processor(model), len(TASKS))
     batch = step_batch(model, step_planner(model), [[sample] for sample in samples[:number]])
-    with patch.object(executor, "_InFlight", Counted):
+    with patch.object(executor, "_LiveMicroBatch", Counted):
         accumulate_gradients(model, batch)
     pipeline = layout_of(model).pipeline
     assert live == 0

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from omnitrain.ops.attention.backends.reference import REFERENCE
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.parallel.sequence.ulysses import UlyssesShard, deal_heads, head_problem
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import ParallelState, init_parallel_state
@@ -21,18 +21,18 @@ from tests.parallel.step.test_feature_exchange import counted_collectives
 LEAVES = ("query", "key", "value", "sinks", "position_bias")
 
 
-def leaves(call: Call) -> dict[str, Tensor]:
+def leaves(call: AttentionCall) -> dict[str, Tensor]:
     return {name: value for name in LEAVES if (value := getattr(call, name)) is not None}
 
 
-def gradients(call: Call, output: Tensor, rows: Tensor) -> dict[str, Tensor]:
+def gradients(call: AttentionCall, output: Tensor, rows: Tensor) -> dict[str, Tensor]:
     """Of a loss that weighs each element of the whole output by a number of its own."""
     weight = torch.randn(1, call.mask.offsets[-1], *output.shape[2:], generator=torch.Generator().manual_seed(9))
     found = torch.autograd.grad((output * weight[:, rows]).sum(), list(leaves(call).values()))
     return dict(zip(leaves(call), found, strict=True))
 
 
-def shard_call(call: Call, shard: UlyssesShard, rows: Tensor) -> Call:
+def shard_call(call: AttentionCall, shard: UlyssesShard, rows: Tensor) -> AttentionCall:
     """As a layer makes it of its local tokens; all else is of the whole sequence."""
     own = {name: getattr(call, name).detach()[:, :, rows].requires_grad_() for name in LEAVES[:3]}
     return replace(call, **own, mask=call.mask.on(shard))
@@ -45,7 +45,7 @@ def attend_by_shards(calls: list[tuple[str, str]], cp: int) -> float:
     return largest(errors)
 
 
-def attend_by_shard(call: Call, state: ParallelState, recompute: bool = False) -> float:
+def attend_by_shard(call: AttentionCall, state: ParallelState, recompute: bool = False) -> float:
     split = split_sequence(call.query.size(2), sp=state.size("sp"), cp=state.size("cp"))
     shard = UlyssesShard(split, state.sp_group, state.cp_group)
     rows = torch.from_numpy(split.positions[dist.get_rank()])
@@ -110,7 +110,9 @@ def attend_to_random_rows(cp: int, lengths: range, scores_at_once: int) -> float
             for tensor in states:
                 dist.broadcast(tensor.detach(), 0)
             errors.append(
-                attend_by_shard(Call(*states, mask=mask, softcap=(None, 2.0)[length % 2]), state, recompute=True)
+                attend_by_shard(
+                    AttentionCall(*states, mask=mask, softcap=(None, 2.0)[length % 2]), state, recompute=True
+                )
             )
     return largest(errors)
 
@@ -150,7 +152,9 @@ def rows_sent(offsets: tuple[int, ...]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         made = dist.P2POp
         patch.setattr(dist, "P2POp", lambda way, x, *more: sent.append((way, x.size(1))) or made(way, x, *more))
-        shard.attend(Call(*states, mask=MaskSpec(offsets, causal=True).on(shard)), REFERENCE.attend).sum().backward()
+        shard.attend(
+            AttentionCall(*states, mask=MaskSpec(offsets, causal=True).on(shard)), REFERENCE.attend
+        ).sum().backward()
     return [rows for way, rows in sent if way is dist.isend]
 
 
@@ -193,7 +197,7 @@ def bytes_sent(num_heads: int, num_key_heads: int, tokens: int, dtype: torch.dty
     ]
     with counted_collectives() as sent:
         spec = MaskSpec((0, 5, tokens), causal=True).on(shard)
-        shard.attend(Call(*states, mask=spec), REFERENCE.attend).sum().backward()
+        shard.attend(AttentionCall(*states, mask=spec), REFERENCE.attend).sum().backward()
     return sent
 
 

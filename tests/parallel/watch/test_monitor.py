@@ -22,7 +22,7 @@ from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.watch.board import StallBoard
 from omnitrain.parallel.watch.component_hooks import follow_components
 from omnitrain.parallel.watch.monitor import StallMonitor
-from omnitrain.parallel.watch.report import Answer, Collectives, Place, awaited_ranks, described, report
+from omnitrain.parallel.watch.report import Collectives, Place, RankStatus, awaited_ranks, described, report
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 
 
@@ -82,7 +82,7 @@ def _train(model: Small, monitor: StallMonitor, rank: int, stuck: int, how: str)
 def test_the_rank_with_the_store_leaves_last() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     boards = [StallBoard(store, "stall", rank, 2) for rank in range(2)]
-    answer = Answer(Place(), 0.0, {}, "")
+    answer = RankStatus(Place(), 0.0, {}, "")
     with ThreadPoolExecutor(1) as thread:
         first = thread.submit(boards[0].tell, answer, 1.0)
         assert (boards[1].tell(answer, 1.0) is None) != (first.result() is None)
@@ -95,7 +95,9 @@ def test_the_rank_with_the_store_leaves_last() -> None:
 
 def test_what_a_group_counts_for_two_devices_is_told_once() -> None:
     answers = {
-        rank: Answer(Place(step=1), 9.0, {f"0/{device}": Collectives("peers", begun) for device in ("cpu", "cuda")}, "")
+        rank: RankStatus(
+            Place(step=1), 9.0, {f"0/{device}": Collectives("peers", begun) for device in ("cpu", "cuda")}, ""
+        )
         for rank, begun in enumerate((4, 5))
     }
     assert report(answers, {}, (), 9.0).count("has not started collective 5 of the process group 'peers'") == 1
@@ -134,8 +136,8 @@ def the_report(folder: Path) -> str:
     return text
 
 
-def answer(place: Place, **counts: int) -> Answer:
-    return Answer(place, 10.0, {key: Collectives(key, count) for key, count in counts.items()}, f"at {place.phase}")
+def answer(place: Place, **counts: int) -> RankStatus:
+    return RankStatus(place, 10.0, {key: Collectives(key, count) for key, count in counts.items()}, f"at {place.phase}")
 
 
 def test_the_rank_is_behind_that_has_begun_fewer_collectives_though_all_are_at_one_place() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.watch.report import Answer, Place, RunningAction, awaited_ranks, report
+from omnitrain.parallel.watch.report import Place, RankStatus, RunningAction, awaited_ranks, report
 from tests.parallel.laid_out import laid_out, samples
 from tests.parallel.watch.stalls import kill, reported, sleep, stop
 
@@ -37,13 +37,13 @@ def test_a_killed_stage_is_named_with_its_action_by_the_rank_that_needs_it(ranks
     assert "; rank 0 needed it in backward of stage 0, step 2, micro-batch 2" in text
 
 
-def at(number: int, *needs: tuple[int, int], step: int = 3) -> Answer:
+def at(number: int, *needs: tuple[int, int], step: int = 3) -> RankStatus:
     action = RunningAction(f"action {number}", number, needs)
-    return Answer(Place(step, 0, "forward", None, (), action), 9.0, {}, "")
+    return RankStatus(Place(step, 0, "forward", None, (), action), 9.0, {}, "")
 
 
-def after(phase: Any, step: int = 3) -> Answer:
-    return Answer(Place(step, phase=phase), 9.0, {}, "")
+def after(phase: Any, step: int = 3) -> RankStatus:
+    return RankStatus(Place(step, phase=phase), 9.0, {}, "")
 
 
 def test_of_stages_that_wait_for_each_other_in_turn_the_one_whose_input_is_there_is_behind() -> None:
@@ -62,8 +62,10 @@ def test_a_stage_that_has_sent_everything_is_not_behind_and_one_in_its_data_is()
 
 
 def test_stages_wait_for_the_one_that_has_not_begun_their_exchange() -> None:
-    def exchanges(number: int, *needs: tuple[int, int]) -> Answer:
-        return Answer(Place(3, action=RunningAction("exchange of the features of tower", number, needs)), 9.0, {}, "")
+    def exchanges(number: int, *needs: tuple[int, int]) -> RankStatus:
+        return RankStatus(
+            Place(3, action=RunningAction("exchange of the features of tower", number, needs)), 9.0, {}, ""
+        )
 
     answers = {0: exchanges(4, (1, 4), (2, 6)), 1: exchanges(5, (0, 3), (2, 6)), 2: at(6)}
     assert awaited_ranks(answers) == [2]

@@ -7,7 +7,7 @@ from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.plan.schedule.draw import as_json, gantt, grid
 from omnitrain.plan.schedule.generators import interleaved, one_f_one_b, zbv
 from omnitrain.plan.schedule.lower import lower
-from omnitrain.plan.schedule.simulate import DeadlockError, Link, simulate
+from omnitrain.plan.schedule.simulate import DeadlockError, MessageCost, simulate
 from tests.plan.schedule.as_text import read
 
 TIMES = {Kind.F: 2, Kind.B: 4}
@@ -15,7 +15,7 @@ TIMES = {Kind.F: 2, Kind.B: 4}
 
 def test_messages_cost_their_latency_and_their_bytes_once_on_each_hop() -> None:
     schedule = lower(one_f_one_b(3, 1))
-    link = Link(latency=1, bandwidth=10, message_bytes=lambda action: 20 if action.kind is Kind.SEND_F else 30)
+    link = MessageCost(latency=1, bandwidth=10, message_bytes=lambda action: 20 if action.kind is Kind.SEND_F else 30)
     timeline = simulate(schedule, TIMES, link)
     assert timeline.makespan == 3 * (2 + 4) + 2 * (2 + 1) + 2 * (3 + 1)
     assert [timeline.exposed(rank) for rank in range(3)] == [4, 3 + 4 + 4, 3 + 4]  # a last send is exposed at the end
@@ -23,7 +23,7 @@ def test_messages_cost_their_latency_and_their_bytes_once_on_each_hop() -> None:
 
 def test_messages_of_a_rank_share_its_communication_stream() -> None:
     schedule = read("0F0,0SEND_F0>1,0F1,0SEND_F1>1\n1RECV_F0<0,1RECV_F1<0,1F0,1F1\n")
-    timeline = simulate(schedule, {Kind.F: 1}, Link(bandwidth=1, message_bytes=lambda _: 5))
+    timeline = simulate(schedule, {Kind.F: 1}, MessageCost(bandwidth=1, message_bytes=lambda _: 5))
     sends = [(event.start, event.end) for event in timeline.events[0] if event.action.kind is Kind.SEND_F]
     assert sends == [(1, 6), (6, 11)]
     assert timeline.makespan == 12
@@ -95,7 +95,7 @@ def test_the_gantt_chart_shows_time_and_idle_shares() -> None:
         "rank  0 |0F0>0F1>........0B0<<<<<....0B1<<<<<| idle 33.3%\n"
         "rank  1 |....1F0>1B0<<<<<1F1>1B1<<<<<........| idle 33.3%\n"
     )
-    with_messages = gantt(simulate(lower(one_f_one_b(2, 2)), TIMES, Link(latency=1)), width=60)
+    with_messages = gantt(simulate(lower(one_f_one_b(2, 2)), TIMES, MessageCost(latency=1)), width=60)
     assert with_messages.count("exposed") == 2
     assert "~~" in with_messages
 

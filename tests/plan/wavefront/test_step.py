@@ -18,7 +18,7 @@ from omnitrain.plan import (
     plan_step,
 )
 from omnitrain.plan.step import Rates
-from omnitrain.plan.wavefront.step import Drawn, SectionLimits, StepOrder, rearranged
+from omnitrain.plan.wavefront.step import MicroBatchOrder, SectionLimits, StepOrder, rearranged
 
 SECTION = SectionLimits(("vision",), num_ranks=1, slots=2, in_flight=None, encode_twice=False)
 
@@ -61,7 +61,7 @@ def random_draw(random: Random, topology: Topology, number: int) -> dict[int, li
     }
 
 
-def places_of(drawn: Drawn) -> list[tuple[int, int]]:
+def places_of(drawn: MicroBatchOrder) -> list[tuple[int, int]]:
     return list(zip(drawn.lane.tolist(), drawn.micro_batch.tolist(), strict=True))
 
 

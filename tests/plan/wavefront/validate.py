@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from omnitrain.plan.wavefront.feeds import Wavefront
-from omnitrain.plan.wavefront.simulate import Timeline
+from omnitrain.plan.wavefront.simulate import WavefrontTimeline
 
 _CLOSE = 1e-9
 
 
-def require_valid(wave: Wavefront, timeline: Timeline) -> None:
+def require_valid(wave: Wavefront, timeline: WavefrontTimeline) -> None:
     """Raise unless a timeline obeys all rules of :class:`Wavefront`.
 
     Raises:
@@ -21,7 +21,7 @@ def require_valid(wave: Wavefront, timeline: Timeline) -> None:
         _require_limits(wave, timeline, index)
 
 
-def _require_lanes(wave: Wavefront, timeline: Timeline) -> None:
+def _require_lanes(wave: Wavefront, timeline: WavefrontTimeline) -> None:
     for lane, samples in enumerate(wave.lanes_of(sorted(range(wave.num_samples), key=timeline.start.__getitem__))):
         for sample, follower in zip(samples, [*samples[1:], None], strict=True):
             end = timeline.start[sample] + wave.work[sample]
@@ -31,7 +31,7 @@ def _require_lanes(wave: Wavefront, timeline: Timeline) -> None:
                 raise ValueError(f"lane {lane}: samples {sample} and {follower} overlap")
 
 
-def _require_each_once(wave: Wavefront, timeline: Timeline, index: int) -> None:
+def _require_each_once(wave: Wavefront, timeline: WavefrontTimeline, index: int) -> None:
     backwards = wave.feeders[index].backwards
     fed = [s for s in range(wave.num_samples) if index in wave.needs[s]]
     expected = sorted([(s, False) for s in fed] + [(s, True) for s in fed if backwards[s] > 0])
@@ -39,7 +39,7 @@ def _require_each_once(wave: Wavefront, timeline: Timeline, index: int) -> None:
         raise ValueError(f"feeder {index} does not run each forward and backward once")
 
 
-def _require_order(wave: Wavefront, timeline: Timeline, index: int) -> None:
+def _require_order(wave: Wavefront, timeline: WavefrontTimeline, index: int) -> None:
     """Check that one action follows the other, a sample's lane its forward, and its backward the lane."""
     feeder, free = wave.feeders[index], 0.0
     for sample, is_backward, start, end in timeline.feeders[index]:
@@ -53,7 +53,7 @@ def _require_order(wave: Wavefront, timeline: Timeline, index: int) -> None:
         free = end
 
 
-def _require_limits(wave: Wavefront, timeline: Timeline, index: int) -> None:
+def _require_limits(wave: Wavefront, timeline: WavefrontTimeline, index: int) -> None:
     """Check that whenever a forward begins, a slot is free and its activations may be kept."""
     feeder, actions = wave.feeders[index], timeline.feeders[index]
     begun = {sample: start for sample, is_backward, start, _ in actions if not is_backward}

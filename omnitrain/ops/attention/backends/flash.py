@@ -10,12 +10,22 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from omnitrain.ops.attention.backends import ragged
-from omnitrain.ops.attention.spec import CAUSAL, DROPOUT, FULL, GQA, SOFTCAP, VALUE_WIDTH, WINDOW, Backend, Call
+from omnitrain.ops.attention.spec import (
+    CAUSAL,
+    DROPOUT,
+    FULL,
+    GQA,
+    SOFTCAP,
+    VALUE_WIDTH,
+    WINDOW,
+    AttentionBackend,
+    AttentionCall,
+)
 from omnitrain.packages import install_command
 
 
-def attend(call: Call) -> Tensor:
-    """See :class:`Backend`."""
+def attend(call: AttentionCall) -> Tensor:
+    """See :class:`AttentionBackend`."""
     function = _function()
 
     def kernel(packed: ragged.Ragged) -> Tensor:
@@ -38,7 +48,7 @@ def attend(call: Call) -> Tensor:
 _find = cache(find_spec)
 
 
-def obstacle(call: Call) -> str | None:
+def obstacle(call: AttentionCall) -> str | None:
     """Return why the backend cannot run ``call``; None: it can."""
     return ragged.obstacle(call) if _find("flash_attn") else f"flash_attn is not installed ({install_command('flash')})"
 
@@ -47,7 +57,7 @@ def _function() -> Callable[..., Tensor]:
     return import_module("flash_attn").flash_attn_varlen_func
 
 
-FLASH = Backend(
+FLASH = AttentionBackend(
     name="flash",
     honours=frozenset({FULL, CAUSAL, WINDOW, GQA, VALUE_WIDTH, DROPOUT, SOFTCAP}),
     obstacle=obstacle,

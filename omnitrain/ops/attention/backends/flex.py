@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, Backend, Call
+from omnitrain.ops.attention.spec import DROPOUT, EVERYTHING, AttentionBackend, AttentionCall
 from omnitrain.ops.compile.blocks import keep_compilations
 
 _MIN_HEAD_DIM = 16  # the least that the CUDA kernel takes
 
 
-def attend(call: Call) -> Tensor:
-    """See :class:`Backend`."""
+def attend(call: AttentionCall) -> Tensor:
+    """See :class:`AttentionBackend`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     keep_compilations()
@@ -37,7 +37,7 @@ def attend(call: Call) -> Tensor:
     return output.transpose(1, 2)
 
 
-def _score_function(call: Call) -> Callable[..., Tensor] | None:
+def _score_function(call: AttentionCall) -> Callable[..., Tensor] | None:
     cap, bias = call.softcap, call.position_bias
     if cap is None and bias is None:
         return None
@@ -52,7 +52,7 @@ def _score_function(call: Call) -> Callable[..., Tensor] | None:
     return change
 
 
-def _block_mask(call: Call) -> Any:
+def _block_mask(call: AttentionCall) -> Any:
     mask, device, length = call.mask, call.query.device, call.query.size(2)
     per_head = call.query.size(1) if isinstance(mask.general, Tensor) and mask.general.size(1) > 1 else None
     return mask.remember(
@@ -78,7 +78,7 @@ def _mask_function(compiled: bool) -> Any:
     return torch.compile(create_block_mask) if compiled else create_block_mask
 
 
-def _obstacle(call: Call) -> str | None:
+def _obstacle(call: AttentionCall) -> str | None:
     if call.query.device.type == "cpu" and call.has_gradients:
         return "it has no backward on CPU"
     if isinstance(call.mask.general, Tensor) and call.mask.general.dtype != torch.bool:
@@ -88,6 +88,6 @@ def _obstacle(call: Call) -> str | None:
     return None
 
 
-FLEX = Backend(
+FLEX = AttentionBackend(
     name="flex", honours=EVERYTHING - {DROPOUT}, obstacle=_obstacle, attend=attend, automatic_on=frozenset({"cuda"})
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from omnitrain.ops.attention.spec import Call
+from omnitrain.ops.attention.spec import AttentionCall
 
 MAX_HEAD_DIM = 256
 _ALIGNED = 8  # the head dimension of these kernels is a multiple of this
@@ -34,7 +34,7 @@ class Ragged:
     window: tuple[int, int]
 
 
-def attend_ragged(call: Call, kernel: Callable[[Ragged], Tensor]) -> Tensor:
+def attend_ragged(call: AttentionCall, kernel: Callable[[Ragged], Tensor]) -> Tensor:
     """Run ``kernel``, which returns ``[T, heads, D]``; the values of ``call`` must not be wider than its keys."""
     mask, width = call.mask, call.value.size(-1)
     device = call.query.device
@@ -65,7 +65,7 @@ def padded(states: Tensor, width: int) -> Tensor:
     return F.pad(states, (0, missing)) if missing else states
 
 
-def obstacle(call: Call) -> str | None:
+def obstacle(call: AttentionCall) -> str | None:
     """Return why a flash kernel cannot run ``call``; None: it can."""
     return obstacle_of(call.query, call.value)
 

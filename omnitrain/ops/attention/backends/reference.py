@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.spec import EVERYTHING, Backend, Call, repeat_heads
+from omnitrain.ops.attention.spec import EVERYTHING, AttentionBackend, AttentionCall, repeat_heads
 
 
-def attend(call: Call) -> Tensor:
-    """See :class:`Backend`."""
+def attend(call: AttentionCall) -> Tensor:
+    """See :class:`AttentionBackend`."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         weights = _weights(call, _masked(_scores(call, q, k, batch), batch))
@@ -20,7 +20,7 @@ def attend(call: Call) -> Tensor:
     return attend_in_batches(call, kernel)
 
 
-def _scores(call: Call, q: Tensor, k: Tensor, batch: Batch) -> Tensor:
+def _scores(call: AttentionCall, q: Tensor, k: Tensor, batch: Batch) -> Tensor:
     scores = q.float() @ repeat_heads(k, q.size(1)).float().mT * call.scaling
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
@@ -36,11 +36,11 @@ def _masked(scores: Tensor, batch: Batch) -> Tensor:
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
-def _weights(call: Call, scores: Tensor) -> Tensor:
+def _weights(call: AttentionCall, scores: Tensor) -> Tensor:
     if call.sinks is None:
         return scores.softmax(-1)
     sinks = call.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
     return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
 
 
-REFERENCE = Backend(name="reference", honours=EVERYTHING, obstacle=lambda _: None, attend=attend)
+REFERENCE = AttentionBackend(name="reference", honours=EVERYTHING, obstacle=lambda _: None, attend=attend)

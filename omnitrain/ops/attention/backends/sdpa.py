@@ -8,13 +8,22 @@ from torch import Tensor
 
 from omnitrain.ops.attention.backends.ragged import MAX_HEAD_DIM
 from omnitrain.ops.attention.backends.segments import Batch, attend_in_batches
-from omnitrain.ops.attention.spec import CAUSAL, EVERYTHING, POSITION_BIAS, SINKS, SOFTCAP, Backend, Call, repeat_heads
+from omnitrain.ops.attention.spec import (
+    CAUSAL,
+    EVERYTHING,
+    POSITION_BIAS,
+    SINKS,
+    SOFTCAP,
+    AttentionBackend,
+    AttentionCall,
+    repeat_heads,
+)
 
 SHORT = 64  # tokens of a segment; above about this length torch's CPU kernel is faster
 
 
-def attend(call: Call) -> Tensor:
-    """See :class:`Backend`."""
+def attend(call: AttentionCall) -> Tensor:
+    """See :class:`AttentionBackend`."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         if not takes_grouped_heads(q, v, batch.mask):
@@ -44,13 +53,13 @@ def takes_grouped_heads(query: Tensor, value: Tensor, mask: Tensor | None) -> bo
     return mask is None and query.dtype in (torch.float16, torch.bfloat16) and width == value.size(-1) <= MAX_HEAD_DIM
 
 
-def _may_be_short(call: Call) -> bool:
+def _may_be_short(call: AttentionCall) -> bool:
     """Whether short segments may use explicit scores; towers stay bit-identical to plain transformers."""
     dtypes = {x.dtype for x in (call.query, call.key, call.value)}
     plain = call.dropout == 0 and call.mask.kind == CAUSAL
     return plain and call.query.device.type == "cpu" and dtypes == {torch.float32}
 
 
-SDPA = Backend(
+SDPA = AttentionBackend(
     name="sdpa", honours=EVERYTHING - {SINKS, SOFTCAP, POSITION_BIAS}, obstacle=lambda _: None, attend=attend
 )

@@ -12,7 +12,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortSegments, attend_short, short_keys, short_segments
 from omnitrain.ops.cpu.unread_rows import ReadRows
@@ -83,7 +83,7 @@ class Batch:
 Kernel = Callable[[Tensor, Tensor, Tensor, Batch], Tensor]
 
 
-def attend_in_batches(call: Call, kernel: Kernel, *, short: int = 0) -> Tensor:
+def attend_in_batches(call: AttentionCall, kernel: Kernel, *, short: int = 0) -> Tensor:
     """Run ``kernel`` for each batch of segments: ``[1, T, heads, value width]``.
 
     Causal neighbours with at most ``short`` tokens get explicit scores (:mod:`omnitrain.ops.cpu.short_attention`), only
@@ -119,7 +119,7 @@ def batches_of(mask: MaskSpec, slack: float, device: torch.device) -> tuple[Batc
     return mask.remember((slack, device), made)
 
 
-def _parts_of(call: Call, slack: float, short: int) -> tuple[Batch | ShortSegments, ...]:
+def _parts_of(call: AttentionCall, slack: float, short: int) -> tuple[Batch | ShortSegments, ...]:
     mask, device = call.mask, call.query.device
     if not short:
         return batches_of(mask, slack, device)

@@ -10,11 +10,20 @@ from typing import Any
 import torch
 
 from omnitrain.ops.attention.backends.ragged import Ragged, attend_ragged, obstacle
-from omnitrain.ops.attention.spec import CAUSAL, FULL, GQA, VALUE_WIDTH, WINDOW, Backend, Call, repeat_heads
+from omnitrain.ops.attention.spec import (
+    CAUSAL,
+    FULL,
+    GQA,
+    VALUE_WIDTH,
+    WINDOW,
+    AttentionBackend,
+    AttentionCall,
+    repeat_heads,
+)
 
 
-def attend(call: Call) -> torch.Tensor:
-    """See :class:`Backend`."""
+def attend(call: AttentionCall) -> torch.Tensor:
+    """See :class:`AttentionBackend`."""
     function = _function()
 
     def kernel(packed: Ragged) -> torch.Tensor:
@@ -52,7 +61,7 @@ def _takes_grouped_heads(function: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(function).parameters
 
 
-VARLEN = Backend(
+VARLEN = AttentionBackend(
     name="varlen",
     honours=frozenset({FULL, CAUSAL, WINDOW, GQA, VALUE_WIDTH}),
     obstacle=obstacle,

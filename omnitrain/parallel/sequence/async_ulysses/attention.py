@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from omnitrain.models.foundation.recurrent_segments import token_dim
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.ops.patch_forward import forward_of, own_forward, set_forward
 from omnitrain.parallel.sequence.async_ulysses.projections import (
     Projection,
@@ -72,9 +72,9 @@ class OwnHeadsShard:
 
     num_local_tokens: int
     heads: OwnHeads
-    attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor]
+    attend_own_heads: Callable[[AttentionCall, OwnHeads, Callable[[AttentionCall], Tensor]], Tensor]
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         """See :class:`~omnitrain.ops.attention.spec.SequenceShard`."""
         return self.attend_own_heads(call, self.heads, compute)
 
@@ -105,7 +105,7 @@ def run_async(
     exchange: TokenExchange,
     arguments: inspect.BoundArguments,
     gather_tables: Callable[[Tensor, int], Tensor],
-    attend_own_heads: Callable[[Call, OwnHeads, Callable[[Call], Tensor]], Tensor],
+    attend_own_heads: Callable[[AttentionCall, OwnHeads, Callable[[AttentionCall], Tensor]], Tensor],
 ) -> Any:
     """Run one forward of an attention module, whose unmodified forward is ``plain``, with this rank's tokens.
 

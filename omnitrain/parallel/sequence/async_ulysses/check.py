@@ -24,7 +24,7 @@ from omnitrain.models.discovery import watching
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.packed_context import PackedSequence
-from omnitrain.ops.attention.spec import Call, MaskSpec
+from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.ops.collectives import gathered_objects, with_backward
 from omnitrain.parallel.sequence.async_ulysses.attention import (
     AttentionLayout,
@@ -118,7 +118,7 @@ class _Plain:
 
     hidden: str  # name of the argument with the hidden states
     called: list[_Called]  # innermost modules with parameters, in the order of their calls
-    call: Call  # the call of attention
+    call: AttentionCall  # the call of attention
     results: dict[str, Tensor]  # the output of the module, and the gradients of the hidden states and of each parameter
 
 
@@ -127,9 +127,9 @@ class _RecordingShard:
     """A :class:`SequenceShard` with the whole sequence, which records the calls of attention."""
 
     num_local_tokens: int
-    calls: list[Call]
+    calls: list[AttentionCall]
 
-    def attend(self, call: Call, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(self, call: AttentionCall, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         self.calls.append(call)
         query, key, value = (with_backward(Tensor.clone, _as_exchanged, x) for x in (call.query, call.key, call.value))
         return compute(replace(call, query=query, key=key, value=value, mask=call.mask.whole))
@@ -143,7 +143,7 @@ def _as_exchanged(gradient: Tensor) -> Tensor:
 def _observe(module: nn.Module, arguments: inspect.BoundArguments) -> _Plain:
     parts = [(name, part) for name, part in module.named_modules() if name and list(part.parameters(recurse=False))]
     called: list[_Called] = []
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
 
     def note(name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Any) -> None:
         if len(args) != 1 or not isinstance(args[0], Tensor) or not isinstance(returned, Tensor):
@@ -192,7 +192,7 @@ def _layout_of(module: nn.Module, plain: _Plain, heads_first: bool) -> Attention
     return AttentionLayout(plain.hidden, read, output.name, plain.call.query.size(1), plain.call.key.size(1))
 
 
-def _input_of(projection: _Called, norm: _Called | None, call: Call, heads_first: bool) -> Input:
+def _input_of(projection: _Called, norm: _Called | None, call: AttentionCall, heads_first: bool) -> Input:
     is_key = _is_key(projection, call)
     if norm is None:
         return Input(projection.name, is_key, "", 0, False)
@@ -208,7 +208,7 @@ def _source(norm: _Called, inputs: list[_Called]) -> str:
     raise _NotAsyncError(f"{norm.name} reads no projection of the hidden states")
 
 
-def _is_key(projection: _Called, call: Call) -> bool:
+def _is_key(projection: _Called, call: AttentionCall) -> bool:
     """Whether a projection reaches keys or values, and not queries."""
 
     def reaches(state: Tensor) -> bool:
@@ -271,7 +271,7 @@ class _Pretended(TokenExchange):
 
 
 def _drive(module: nn.Module, layout: AttentionLayout, exchange: _Pretended, arguments: inspect.BoundArguments) -> Any:
-    def attend(call: Call, heads: OwnHeads, compute: Callable[[Call], Tensor]) -> Tensor:
+    def attend(call: AttentionCall, heads: OwnHeads, compute: Callable[[AttentionCall], Tensor]) -> Tensor:
         return compute(of_own_heads(call, heads, exchange.rank))
 
     return run_async(module, module.forward, layout, exchange, arguments, lambda table, dim: table, attend)
