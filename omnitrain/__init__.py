@@ -68,7 +68,7 @@ _SHOWN_IN_NOTEBOOKS = {
     for name in (
         "models.omni.model.OmniModel",
         "parallel.layout.ModelLayout",
-        "parallel.layout_table.LayoutTable",
+        "parallel.layout.LayoutTable",
         "recipe.parallel.ParallelPlan",
     )
 }

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from omnitrain.exports import on_first_use
 
 if TYPE_CHECKING:
-    from omnitrain.parallel.spawn.errors import RankError
     from omnitrain.parallel.spawn.launch import RankResults, launch
+    from omnitrain.parallel.spawn.pool import RankError
     from omnitrain.report.notebook import as_html
     from omnitrain.train.verbs.data_stats import data_stats
     from omnitrain.train.verbs.preview import preview

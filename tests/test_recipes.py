@@ -73,6 +73,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
         "drawings": rows("drawings", "text_to_image"),
+        "films": rows("films", "text_to_film"),
         "dinov2": saved("dinov2", DINO, BitImageProcessorPil(size={"shortest_edge": 8}, crop_size=square)),
         "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
         "wav2vec2": saved("wav2vec2", SPEECH_TOWERS["wav2vec2 large"], Wav2Vec2FeatureExtractor()),
@@ -155,6 +156,41 @@ def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance
     parts = (f"model.foundation={tiny['qwen3']}", *decoder, *data, "evaluation.max_new_tokens=6")
     assert run("text_to_latents", tmp_path, *parts) == {"foundation", "image_decoder"}
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 4
+
+
+PATCHES = "{config: {model_type: omnitrain_patches, patch_size: 4}}"
+
+
+def overrides_of_films(tiny: dict[str, str], *, latents: bool) -> list[str]:
+    """Films of two frames, in codes or as latents."""
+    decoder = f"{{tokenizer: {PATCHES if latents else tiny['emu3_vq']}, image_size: 8, num_frames: 2, fps: 4}}"
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.decoders.film_decoder={decoder}"]
+    if latents:
+        parts += ["model.decoders.film_decoder.flow={kind: in_context, num_steps: 2}"]
+        parts += ["evaluation.sampling.film_decoder.temperature=0"]
+    return [*parts, *(f"data.{part}=[{{path: {tiny['films']}}}]" for part in ("train", "heldout"))]
+
+
+@pytest.mark.parametrize("latents", [False, True])
+def test_a_language_model_learns_to_write_films_and_is_evaluated_with_guidance(
+    tiny: dict[str, str], tmp_path: Path, latents: bool
+) -> None:
+    of_film = 2 * (4 if latents else 16)
+    parts = overrides_of_films(tiny, latents=latents)
+    assert run("text_to_film", tmp_path, *parts, f"evaluation.max_new_tokens={of_film + 2}") == {
+        "foundation",
+        "film_decoder",
+    }
+    heads = json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]
+    assert heads["film_decoder"]["tokens"] == 8 * of_film
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("latents", [False, True])
+def test_a_language_model_that_writes_films_is_verified(ranks: RankPool, tiny: dict[str, str], latents: bool) -> None:
+    recipe = Recipe.load("text_to_film", [*SMALL, *overrides_of_films(tiny, latents=latents)])
+    report = verify_recipe(recipe, ["dp2", "tp2", "sp2", "pp2.accum2"], nproc=2, num_samples=8, pool=ranks)
+    assert report.ok, [row.reason for row in report.rows]
 
 
 OMNI = {"llama_omni": ("llama", "wav2vec2"), "qwen3_moe_omni": ("qwen3_moe", "whisper")}
@@ -279,6 +315,7 @@ def run_on_ranks(ranks: RankPool, world: int, name: str, overrides: list[str]) -
     return ranks.run(steps_on_a_rank, name, overrides, timeout_s=120, world=world)
 
 
+@pytest.mark.second
 def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -329,6 +366,7 @@ def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, st
     assert run_on_ranks(ranks, 2, "vision_section", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [
         f"model.encoders.{name}_encoder.tower={tiny[of]}" for name, of in (("image", "siglip"), ("audio", "whisper"))
@@ -397,5 +435,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
-    run_here |= {"text_to_image", "text_to_latents", "two_towers", "janus", *OMNI}
+    run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "janus", *OMNI}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.cli.arguments import OverridesArgument, RecipeArgument
+from omnitrain.cli.arguments import OverridesArgument, RecipeArgument, override_hint
 from omnitrain.cli.ctrl_c import raised_again_where_lost
-from omnitrain.cli.dashes import override_hint
 from omnitrain.cli.generate import generate
-from omnitrain.cli.resume_hint import resume_hint
 from omnitrain.cli.show import show
 from omnitrain.errors import (
     EXIT_FAILED,
@@ -35,6 +33,28 @@ from omnitrain.packages import require_fitting_torchvision
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
+
+
+import os
+import shlex
+import shutil
+import sys
+
+from omnitrain.train.launch.environment import LAUNCHER, world_size
+
+
+def resume_hint(folder: str) -> str:
+    """Return how to continue the run of this process, or of this rank; its recipe has all overrides."""
+    is_launched = LAUNCHER in os.environ  # by `omnitrain run --nproc`
+    ranks = ["--nproc", str(world_size())] if is_launched else []
+    command = shlex.join(["run", folder, *ranks])
+    if world_size() > 1 and not is_launched:
+        return f"to continue, start `-m omnitrain {command}` in place of `-m omnitrain run ...`"
+    found = shutil.which("omnitrain")
+    is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
+    program = ["omnitrain"] if is_ours else [sys.executable, "-m", "omnitrain"]
+    return f"to continue: {shlex.join(program)} {command}"
+
 
 # The verbs that take overrides.
 _WITH_RECIPE = ("show", "check", "run", "profile", "verify")

@@ -1,4 +1,4 @@
-"""What every rank knows before it draws data: where and when each component runs, and its call sites."""
+"""Facts that every rank knows before it draws data: where and when each component runs, and its call sites."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Topology:
 
     @cached_property
     def call_sites(self) -> tuple[CallSite, ...]:
-        """All call sites in the order in which a micro-batch calls them; those of media come first."""
+        """All call sites in the order in which a micro-batch calls them; call sites of media come first."""
         encode = [CallSite(c.name, "encode", name) for c in self.components for name in c.media]
         forward = [CallSite(c.name, "forward", c.name) for c in self.components if c.reads_packs]
         heads = [CallSite(c.name, "head", c.head) for c in self.components if c.head is not None]

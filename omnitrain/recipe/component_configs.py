@@ -67,6 +67,8 @@ class TokenDecoderConfig(PreTrainedConfig):
     hidden_size: int = 0  # hidden size of the foundation
     image_size: int | None = None  # side of target images, pixels (images only)
     image_sizes: list | None = None  # sizes of target images in place of it, `WIDTHxHEIGHT`
+    num_frames: int | None = None  # of target films, whose frames are images of `image_size`; None: no films
+    fps: float = 8.0  # frames per second of generated films
     num_codebooks: int = 1  # number of codebooks of a residual codec, flattened in time order (audio only)
     max_tokens: int = 1024  # maximum number of tokens to generate for an item
     initializer_range: float = 0.02  # standard deviation of the fresh embedding and head
@@ -80,6 +82,8 @@ class FlowDecoderConfig(PreTrainedConfig):
     Attributes:
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels.
+        num_frames: of target films, whose frames are images of ``image_size``; None: no films.
+        fps: frames per second of generated films.
         patch_size: side of the square of latents that is one token.
         width: of the velocity network.
         depth: its number of blocks.
@@ -92,6 +96,8 @@ class FlowDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    num_frames: int | None = None
+    fps: float = 8.0
     patch_size: int = 1
     width: int = 256
     depth: int = 3
@@ -107,6 +113,8 @@ class InContextDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    num_frames: int | None = None
+    fps: float = 8.0
     patch_size: int = 1
     num_steps: int = 16
     initializer_range: float = 0.02

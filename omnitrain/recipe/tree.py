@@ -71,7 +71,7 @@ class Recipe(Strict):
                 yield Idle(f"data.{key}", f"{why}, or set it for each data set")
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what one node says and another one makes impossible."""
+        """Yield the settings of one node that another node makes impossible."""
         if self.model.checkpoint is None:
             yield from self.unknown_heads(self.model.decoders)
         if self.evaluation is not None and not self.data.heldout:
@@ -135,7 +135,7 @@ class Recipe(Strict):
         return None if self.evaluation is None else self.evaluation.loss_every or self.evaluation.every
 
     def advice(self) -> Iterator[str]:
-        """Yield what is no mistake, but probably not meant."""
+        """Yield settings that are no mistake, but probably not meant."""
         warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
         if warmup > steps and self.train.epochs is None:
             yield (

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, BatchFeature, Emu3Processor, PreTrainedModel
+from transformers import BatchFeature, Emu3Processor, PreTrainedModel
 
+import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
@@ -25,16 +26,15 @@ from omnitrain.models.omni.encode import require_no_words
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.recipe import Recipe
-from omnitrain.train.build_from_recipe import of_whole_sequences
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
-from tests.models.decoders.test_decoders import VQ
+from tests import families
+from tests.families import CODES
 from tests.models.test_janus import row
 from tests.tiny_processors import byte_tokenizer, chatml, processor_class
 from tests.train.verbs.test_export_as_source import saved
 
-IMAGE, CODES, FIRST = 2, 16, 280
+IMAGE, FIRST = 2, 280
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<image>", "<eol>", "<boi>", "<eoi>", "<img>", "<eof>"]
 TEXT = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 TEXT |= {
@@ -48,18 +48,11 @@ TEXT |= {
 
 
 def chameleon() -> PreTrainedModel:
-    letters = ["".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) for code in range(CODES)]
-    words = {"<image>": IMAGE} | {f"IMGIMG{name}Z": FIRST + code for code, name in enumerate(letters)}
-    vq = VQ | {"num_embeddings": CODES, "resolution": 8}
-    return built(AutoConfig.for_model("chameleon", **TEXT, vocabulary_map=words, vq_config=vq))
+    return built(families.chameleon(TEXT, IMAGE, FIRST))
 
 
 def emu3() -> PreTrainedModel:
-    words = {"<image>": IMAGE, "<|extra_200|>": 3}
-    words |= {f"<|visual token {code:06d}|>": FIRST + code for code in range(CODES)}
-    vq = VQ | {"codebook_size": CODES, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1}
-    vq |= {"latent_channels": 4, "channel_multiplier": [1, 1, 1, 1]}
-    model = built(AutoConfig.for_model("emu3", text_config=TEXT, vocabulary_map=words, vq_config=vq))
+    model = built(families.emu3(TEXT, IMAGE, FIRST))
     seen: list[Tensor] = []
     with torch.no_grad(), model.model.vqmodel.quantize.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         model.model.get_image_tokens(torch.randn(4, 3, 16, 16), torch.tensor([[16, 16]] * 4))
@@ -215,13 +208,19 @@ def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) 
     assert not any(info.values()) and torch.equal(found, expected)
 
 
-def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words() -> None:
-    recipe = Recipe.load("quickstart", ["parallel.components.foundation.pp=2"])
-    of = processor(omni())
-    of.renderer.written_modalities = frozenset()
-    of.renderer.unwritten_modalities = of_whole_sequences(recipe.parallel, omni().native_inputs).unwritten
-    with pytest.raises(UserError, match="cannot write it: no rank has all of its codes; set pp, ulysses"):
-        of.sample(row(1))
+def refused_on_stages() -> str:
+    ready, plan = processor(omni()), ot.ParallelPlan.model_validate({"default": {"pp": 2}})
+    run = ot.prepare(omni(), [row(1)], plan, processor=ready, micro_batch_size=1)
+    assert isinstance(ready.sample(row(1)), Sample)
+    with pytest.raises(UserError) as told:
+        next(iter(run))
+    return str(told.value)
+
+
+def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words(ranks: RankPool) -> None:
+    """Also of a processor that the user has made."""
+    for told in ranks.run(refused_on_stages, world=2, timeout_s=60):
+        assert "cannot write it: no rank has all of its codes; set pp, ulysses" in told
 
 
 def test_a_stage_of_a_pipeline_refuses_them_in_words() -> None:

@@ -87,6 +87,8 @@ STANDS: dict[str, Always | Idle] = {
     "Encoder.processor": Always("its settings are taken; unknown ones are refused"),
     "Decoder.image_size": idle("MelVQ does not use it", "model.decoders.audio_decoder.image_size=8"),
     "Decoder.image_sizes": idle("MelVQ does not use it", "model.decoders.audio_decoder.image_sizes=[8x8]"),
+    "Decoder.num_frames": idle("MelVQ does not use it", "model.decoders.audio_decoder.num_frames=2"),
+    "Decoder.fps": idle("without `num_frames` the decoder writes no films", "model.decoders.image_decoder.fps=4"),
     "Decoder.num_codebooks": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.num_codebooks=2"),
     "Decoder.max_tokens": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.max_tokens=9"),
     "Flow.kind": idle("JanusVQVAE does not use it", "model.decoders.image_decoder.flow.kind=in_context"),

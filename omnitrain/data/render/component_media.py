@@ -20,6 +20,7 @@ class ComponentAdapter:
 
     modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
     max_frames: int = 1  # the most frames to read from a video
+    num_frames: int | None = None  # frames to read from a video, evenly spaced in time; None: ``fps`` says it
     is_block: bool = False  # see ``MediaItem``; of decoders
     fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
@@ -85,7 +86,8 @@ def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> Me
 
 
 def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:
-    return FrameChoice(None, {}, file.reading.over(Reading(fps=adapter.fps, max_frames=adapter.max_frames)))
+    own = Reading(fps=adapter.fps, num_frames=adapter.num_frames, max_frames=adapter.max_frames)
+    return FrameChoice(None, {}, file.reading.over(own))
 
 
 def _by_modality(adapters: Mapping[str, ComponentAdapter]) -> dict[str, dict[str, ComponentAdapter]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -67,6 +68,12 @@ class OmniProcessor:
                     f"model.decoders: {' and '.join(decoders)} write {modality} after the same start token; set "
                     f"`data.chat.starts: {{{max(decoders)}: ...}}` to another one"
                 )
+
+    def rendering(self, renderer: Renderer) -> OmniProcessor:
+        """Return a copy with another chat format, for the same components."""
+        other = copy(self)
+        other.renderer = renderer
+        return other
 
     def sample(
         self,

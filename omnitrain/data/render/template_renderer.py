@@ -97,6 +97,10 @@ class TemplateRenderer(Renderer):
         self.end_token = int(eos if end is None else self.tokenizer.convert_tokens_to_ids(end))
         self._verified: set[tuple[tuple[str, int], ...]] = set()
 
+    def of_media(self, native: NativeInputs) -> TemplateRenderer:
+        """Return a copy for other media of the foundation."""
+        return TemplateRenderer(self._processor, native, starts=self.chat, **self._settings)
+
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
         """See :meth:`Renderer.encode`."""
         parts = media_parts(messages)

@@ -85,7 +85,7 @@ class DecoderMixin(ComponentMixin):
 
         And their labels, ``[sum(num_tokens), ...]`` of any dtype: codes, or floats, to which no gradient goes.
         Items are concatenated along dim 0, with ``num_tokens`` each. Random numbers must be functions of the ``seeds``
-        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.noise`), so that any ranks draw the
+        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.draws`), so that any ranks draw the
         same ones; those that the loss needs belong to the labels.
         """
         raise NotImplementedError
@@ -119,7 +119,7 @@ class DecoderMixin(ComponentMixin):
         return None
 
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
+        """Decode ``tokens`` to a ``PIL.Image``, a ``Waveform``, or a ``Clip`` of a film."""
         raise NotImplementedError
 
 

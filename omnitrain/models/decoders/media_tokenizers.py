@@ -71,8 +71,8 @@ def media_tokenizer(
 def settings_of(codec: MediaTokenizer) -> set[str]:
     """Return the keys of a recipe's decoder that a media tokenizer uses."""
     if isinstance(codec, _ImageVQTokenizer | _SizedVQTokenizer):
-        return {"image_size", "image_sizes"}
-    ends = {"max_tokens"} if codec.length(()) is None else set()
+        return {"image_size", "image_sizes", "num_frames", "fps"}
+    ends = {"max_tokens"} if codec.length(()) is None else {"num_frames", "fps"}
     return ends | ({"num_codebooks"} if isinstance(codec, _CodecTokenizer) else set())
 
 

@@ -428,7 +428,7 @@ def _codec_decoder(
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),
-        "image_size": spec.image_size,
+        **{key: getattr(spec, key) for key in ("image_size", "num_frames", "fps")},
     }
     if hasattr(tokenizer, "num_channels"):
         flow = spec.flow.model_dump(exclude={"kind"})

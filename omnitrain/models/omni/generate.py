@@ -27,6 +27,7 @@ from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads,
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.ops.attention.packed_context import seeing_blocks
+from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
 
@@ -70,13 +71,12 @@ def generate(
 
     Raises:
         UserError: the model hides its last hidden states, or its own forward reads a prompt with an input per token
-            that is unknown for sampled tokens; or a prompt cannot be guided.
+            that is unknown for sampled tokens; or a prompt cannot be guided. For a prompt of any rank, on all ranks.
     """
     sampling = sampling or {}
-    if is_guided(sampling):
-        _require_guidable(model, prompts)
     numbers = range(len(prompts)) if numbers is None else numbers
     inference, answers = model.inference, dict[int, Answer]()
+    all_or_raise(inference.everyone, partial(_require_answerable, model, prompts, is_guided(sampling)))
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -105,22 +105,33 @@ def is_guided(sampling: Mapping[str, Sampling]) -> bool:
     return any(one.guidance != 1 for one in sampling.values())
 
 
-def _require_guidable(model: OmniModel, prompts: Sequence[Sample]) -> None:
-    if not model.config.condition_dropout:
+def _require_answerable(model: OmniModel, prompts: Sequence[Sample], guided: bool) -> None:
+    if guided and not model.config.condition_dropout:
         warnings.warn(
             "guidance compares with prompts without their condition, but this model was trained without "
             "data.condition_dropout, so it never saw such prompts",
-            stacklevel=3,
+            stacklevel=4,
         )
     for prompt in prompts:
-        if prompt.unconditional is None:
+        if guided and prompt.unconditional is None:
             raise UserError(
                 f"prompt {prompt.id!r} cannot be guided: make it with processor.prompt(row, is_guided=True)"
             )
-        if prompt.is_alone:
+        if guided and prompt.is_alone:
             raise UserError(
                 f"prompt {prompt.id!r} cannot be guided: {type(model.foundation).__name__} reads its media in its own "
                 "forward, one prompt at a time; set guidance to 1"
+            )
+        # Such as which media each token sees: unknown for drawn tokens.
+        of_tokens = {
+            name
+            for name, value in prompt.forward_inputs.items()
+            if value.ndim > 2 and value.dtype.kind != "f" and value.shape[:2] == (1, len(prompt))
+        }
+        if of_tokens:
+            raise UserError(
+                f"the foundation's own forward reads prompt {prompt.id!r}, with {min(of_tokens)!r} for each token of "
+                "it; answers to such prompts cannot be generated here: save the model, and use generate of transformers"
             )
 
 
@@ -286,7 +297,6 @@ class _Foundation:
         self.placeholders = set(self.runner.native.token_ids.values())
         self.text_token = text_token
         self.given = packs[0].forward_inputs  # of a prompt alone
-        _require_no_rows(self.given, longest)
         self.inserted: list[_Cells] = []  # cells of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
         self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
@@ -451,16 +461,6 @@ def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:
         if missing := input_ids.size(1) - layer.get_seq_length():
             empty = input_ids.new_zeros(1, 1, missing, 1)
             layer.update(empty, empty)
-
-
-def _require_no_rows(given: Mapping[str, torch.Tensor], length: int) -> None:
-    """Raise if an input has a value per token (such as the media that it sees), unknown for drawn tokens."""
-    for name, value in given.items():
-        if value.ndim > 2 and not value.is_floating_point() and value.shape[:2] == (1, length):
-            raise UserError(
-                f"the foundation's own forward reads this prompt, with {name!r} for each token of it; answers to such "
-                "prompts cannot be generated here: save the model, and use generate of transformers"
-            )
 
 
 def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from omnitrain.models.components.protocols import Token
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
-from omnitrain.ops.noise import normals
+from omnitrain.ops.draws import normals
 from omnitrain.recipe import Sampling
 
 Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call
@@ -26,7 +26,7 @@ class Answer:
     """The answer to one prompt.
 
     Attributes:
-        parts: in order: ``str``, ``PIL.Image`` or ``Waveform``.
+        parts: in order: ``str``, ``PIL.Image``, ``Waveform``, or ``Clip`` (a film).
         tokens: all sampled tokens, each as ``(text or decoder name, token)``.
         is_finished: whether the end token was sampled within ``max_new_tokens``.
         unfinished_item: name of the decoder whose last item ``max_new_tokens`` cut short; ``parts`` lacks that item.
@@ -91,7 +91,7 @@ def turn_of(sequences: Sequence[GeneratedSequence], blocks: Collection[str]) -> 
 
 
 class Drawn(NamedTuple):
-    """What heads drew in a turn.
+    """The tokens that heads drew in a turn.
 
     Attributes:
         tokens: sequence -> its next tokens; None: the foundation must run over ``embeds`` before the heads draw again.

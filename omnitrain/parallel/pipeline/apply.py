@@ -1,22 +1,24 @@
-"""Cut a model into pipeline stages: what each rank keeps, and the groups in which stages communicate."""
+"""Cut a model into pipeline stages: what each rank keeps, the groups in which stages communicate, and their channel."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from omnitrain.groups import new_group
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import all_reduce_in_buckets
 from omnitrain.parallel.meshes import mesh_group
-from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
 from omnitrain.parallel.pipeline.stages import (
     PipelineStages,
     holders,
@@ -24,6 +26,7 @@ from omnitrain.parallel.pipeline.stages import (
     path_of_blocks,
     stages_of,
 )
+from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, connect, receive_tensors, send_tensors
 from omnitrain.parallel.state import ParallelState
 from omnitrain.peers import GlooGroup, Peers, gloo_group_of
 from omnitrain.plan.schedule.actions import Schedule
@@ -33,6 +36,79 @@ from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
+
+Direction = tuple[str, int, int]  # "F" (hidden states) or "B" (their gradients); pipeline ranks that send and receive
+
+
+class StageChannel:
+    """Messages between this rank and others of its column; ``groups`` are by direction, ``ranks`` by pipeline rank."""
+
+    def __init__(self, groups: Mapping[Direction, dist.ProcessGroup], ranks: Sequence[int], rank: int) -> None:
+        self._groups, self._ranks, self._rank = groups, ranks, rank
+        self._sent: dict[tuple[str, int], list[Transfer]] = {}
+
+    def send(self, kind: str, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Begin to send tensors of any shapes, not to be changed before :meth:`finish`; ``tag`` is below 2**20."""
+        self._free((kind, peer))
+        sent = send_tensors(tensors, *self._end(kind, self._rank, peer, peer), tag)
+        self._sent.setdefault((kind, peer), []).append(sent)
+
+    def receive(self, kind: str, like: Sequence[Tensor], peer: int, tag: int) -> Transfer:
+        """Post the receives of a message from ``peer`` into ``like``, buffers with its shapes, dtypes and device."""
+        return receive_tensors(like, *self._end(kind, peer, self._rank, peer), tag)
+
+    def _end(self, kind: str, sender: int, receiver: int, peer: int) -> tuple[dist.ProcessGroup, int]:
+        """The group of a direction, and the rank of ``peer`` in it."""
+        group = self._groups[kind, sender, receiver]
+        return group, dist.get_group_rank(group, self._ranks[peer])
+
+    def _free(self, of: tuple[str, int]) -> None:
+        """Free the messages of a kind to a peer that have left.
+
+        Gloo never reports a send as complete, so we wait for it. A validated schedule completes even if each send waits
+        for its receive at once; this waits later, before the next send of the kind to this peer.
+        """
+        sent = self._sent.get(of, [])
+        for transfer in sent:
+            if any(tensor.device.type == "cpu" for tensor in transfer.tensors):
+                transfer.wait()
+        self._sent[of] = [transfer for transfer in sent if not transfer.has_ended]
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left, and free it."""
+        for sent in self._sent.values():
+            for transfer in sent:
+                transfer.wait()
+        self._sent.clear()
+
+
+def directions(stage_ranks: Sequence[int]) -> list[Direction]:
+    """Return the messages between stages, given the pipeline rank of each stage; in one order on all ranks."""
+    pairs = sorted({pair for pair in pairwise(stage_ranks) if pair[0] != pair[1]})
+    return [("F", *pair) for pair in pairs] + [("B", later, earlier) for earlier, later in pairs]
+
+
+def connect_pairs(
+    columns: np.ndarray, of: Sequence[Direction], device: torch.device
+) -> dict[Direction, dist.ProcessGroup]:
+    """Make a group for each direction between two ranks of each column, and connect its ranks. All ranks must call it.
+
+    NCCL runs the messages of a group in the order in which they were posted, and connects two ranks at their first one:
+    the rank that posts it waits on the host until the other rank comes. If two ranks begin with different directions,
+    as 1F1B's do, both would wait for ever (``connected`` of :func:`~omnitrain.plan.schedule.simulate.simulate`).
+    ``columns`` are ``[n, pipeline ranks]``; directions have one order on all ranks. Returns the groups that have this
+    rank.
+    """
+    made = {}
+    backend = "nccl" if device.type == "cuda" else "gloo"  # that of the run would also have sockets of the host
+    for kind, sender, receiver in of:
+        for ends in columns[:, [sender, receiver]].tolist():
+            group = new_group(ends, "pp", backend)
+            if group is not None:
+                made[kind, sender, receiver] = group, ends
+    for group, (source, target) in made.values():
+        connect(group, [source], [target], device)
+    return {direction: group for direction, (group, _) in made.items()}
 
 
 @dataclass(frozen=True, eq=False)

@@ -139,7 +139,7 @@ def _duration(durations: Durations) -> Callable[[Action], Seconds]:
 
 
 class _Run:
-    """The state of a simulation: facts that became true, and who waits for others."""
+    """The state of a simulation: facts that became true, and ranks that wait for facts."""
 
     def __init__(self, schedule: Schedule, duration: Callable[[Action], Seconds], link: MessageCost, slots: int | None):
         self.schedule, self.duration, self.link = schedule, duration, link
@@ -201,7 +201,7 @@ class _Run:
         return action.kind in COLLECTIVES and rank < self.schedule.num_pipeline_ranks
 
     def _arrivals(self, rank: int, part: Action) -> Iterator[_Fact]:
-        """Yield what brings a forward or backward its input from another stage."""
+        """Yield the actions that bring a forward or backward its input from another stage."""
         send, made_by = _INPUTS[part.kind]
         for source in self.schedule.sources_of(part):
             assert source.stage is not None
@@ -272,7 +272,7 @@ def _fact(action: Action, kind: Kind | None = None) -> _Fact:
 
 
 def _facts_of(action: Action) -> Iterator[_Fact]:
-    """Yield what becomes true when an action ends."""
+    """Yield the facts that become true when an action ends."""
     for part in action.passes or (action,):
         if part.kind is Kind.B:
             yield _fact(part, Kind.I)

@@ -216,7 +216,7 @@ def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator
 
 
 def _features(schedule: Schedule) -> Iterator[Problem]:
-    """Features are there when they are read; what made them runs backward when all who read them have done so."""
+    """Features are there when they are read; their call runs backward after the backwards of all readers."""
     at: list[dict[Action, list[int]]] = [defaultdict(list) for _ in schedule.actions]
     for places, row in zip(at, schedule.actions, strict=True):
         for index, action in enumerate(row):
@@ -230,7 +230,7 @@ def _features(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _windows_of_main(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
-    """Yield what the first stage's rank does for each window that all pipeline ranks encode, in order."""
+    """Yield the actions of the first stage's rank for each window that all pipeline ranks encode, in order."""
     rank = schedule.stage_ranks[0]
     encodes = [action for action in at[rank] if action.kind in ENCODES]
     for component in dict.fromkeys(action.component for action in encodes):
@@ -246,7 +246,7 @@ def _windows_of_main(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tupl
 
 
 def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
-    """Yield what a section does for each of its windows, and those who read its features, in order."""
+    """Yield the actions of a section for each of its windows, and of the readers of its features, in order."""
     readers = {read: (section, reader) for section in schedule.sections for reader, read in section.reads.items()}
     main = schedule.stage_ranks[0]
     listed = dict.fromkeys((a.component, a.micro_batch) for places in at for a in places if a.stage is None)

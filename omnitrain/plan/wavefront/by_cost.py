@@ -10,8 +10,7 @@ import numpy as np
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.wavefront.deal import deal
-from omnitrain.plan.wavefront.step import LEAST_GAIN, MicroBatchOrder, encoding_seconds
+from omnitrain.plan.wavefront.step import LEAST_GAIN, MicroBatchOrder, deal, encoding_seconds
 
 _SWAPS_PER_LANE = 4
 _LEAST_STEP = 1e-3  # of the gap between two lanes, that a swap must close

@@ -165,7 +165,7 @@ def _check_devices(device: torch.device, num_ranks: int, one_machine: bool) -> N
 
 
 def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
-    """Check what a run needs besides its model and data."""
+    """Check the device, folder and modules that a run needs besides its model and data."""
     problems.attempt(lambda: RunFolder(recipe))
     problems.attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     problems.attempt(lambda: require_trackers(recipe))

@@ -1,4 +1,4 @@
-"""Models whose decoders write latents, and the layouts in which they train: a covering array."""
+"""Models whose decoders write latents or films, and the layouts in which they train: a covering array."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.omni.model import OmniModel
 from tests.covering import covering
-from tests.tiny import EXPERTS, FOUNDATION, MODEL, tiny_model, tiny_processor, tiny_samples
+from tests.tiny import EXPERTS, FOUNDATION, JANUS_VQ, MODEL, tiny_model, tiny_processor, tiny_samples
 
 PATCHES = {"model_type": "omnitrain_patches", "patch_size": 4}
 FLOW: dict[str, Any] = {
@@ -18,15 +18,16 @@ FLOW: dict[str, Any] = {
     "flow": {"width": 32, "depth": 2, "num_steps": 4},
 }
 CONTEXT = {"tokenizer": {"config": PATCHES}, "image_size": 8, "flow": {"kind": "in_context", "num_steps": 3}}
-DECODERS = {"flow head": FLOW, "in context": CONTEXT}
+FILM = {"tokenizer": {"config": JANUS_VQ | {"num_patches": 2}}, "image_size": 4, "num_frames": 2}
+DECODERS = {"flow head": FLOW, "in context": CONTEXT, "film": FILM, "film in context": CONTEXT | {"num_frames": 2}}
 PLACES = ("", "group", "world")
 MEMORY = ("", "recompute")
 LAYOUTS = ("dp2", "tp2", "sp2", "cp2", "pp2.accum2", "dp2.ep2", "vision1+dp2")
-TASKS = ("text_to_image", "image_to_text", "image_to_speech", "text", "text_to_image")
+TASKS = ("image_to_text", "image_to_speech", "text")
 
 
 class Case(NamedTuple):
-    """A case: a decoder of images and one of sound in codes, under a layout; an empty field is unset.
+    """A case: a decoder of images or films, and one of sound in codes, under a layout; an empty field is unset.
 
     Attributes:
         decoder: how it writes.
@@ -56,7 +57,7 @@ DEFAULT = list(covering(TABLE, lambda case: set(enumerate(case))))
 
 
 def build(decoder: str, with_experts: bool = False) -> OmniModel:
-    """A decoder of images in latents, one of sound in codes, and an encoder of images."""
+    """A decoder of images or films, one of sound in codes, and an encoder of images."""
     return tiny_model(
         foundation=FOUNDATION | (EXPERTS if with_experts else {}),
         encoders={"image_encoder": MODEL["encoders"]["image_encoder"]},
@@ -70,5 +71,10 @@ def factory(case: Case) -> partial[OmniModel]:
 
 
 def samples(model: OmniModel, count: int = 5) -> list[Sample]:
-    """Samples that write images and sound, and read images."""
-    return tiny_samples(tiny_processor(model), count, TASKS)
+    """Samples that write images or films, and sound, and read images."""
+    return tiny_samples(tiny_processor(model), count, (written(model), *TASKS, written(model)))
+
+
+def written(model: OmniModel) -> str:
+    """The task of the decoder."""
+    return "text_to_film" if model.image_decoder.num_frames else "text_to_image"
