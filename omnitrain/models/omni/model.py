@@ -424,7 +424,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         if len(given.read):
             return OmniOutput({name: decoder.lm_head(given.states, given.labels)}, {name: given.read}, None)
         idle = idle_head(decoder, given.states.new_zeros(1, 1, given.states.size(-1)))
-        nothing = LossTerm(with_zero_gradients(given.states.sum(), [idle]), 0)
+        nothing = LossTerm(with_zero_gradients(given.states.sum(), [idle]), 0, given.states.new_zeros(0))
         return OmniOutput({name: nothing}, {}, None)
 
 

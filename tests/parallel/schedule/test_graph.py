@@ -12,7 +12,7 @@ from torch import Tensor
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import own_calls
+from omnitrain.models.omni.encode import MicroBatchWork, own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.graph import StepGraph
@@ -132,6 +132,19 @@ def test_the_head_of_a_decoder_is_a_node_behind_the_hidden_states_with_the_same_
     assert found_gradients.keys() == gradients.keys()
     assert [n for n, gradient in gradients.items() if not torch.equal(found_gradients[n], gradient)] == []
     torch.testing.assert_close(found_loss, loss, rtol=3e-7, atol=0)  # the same terms are added up in another order
+
+
+def test_a_head_behind_the_hidden_states_runs_where_only_other_ranks_have_targets() -> None:
+    model, drawn = built("any_to_any"), pack("image_to_text")
+    encoded = model.encode_media(drawn, MicroBatchWork(heads=["image_decoder"], behind=["image_decoder"]))
+    output = model.run_heads(encoded, model.run_foundation(encoded))
+    given = output.behind["image_decoder"]
+    assert output.losses.keys() == {"text"} and given.states.shape == (0, model.foundation.config.hidden_size)
+    term = model.run_head("image_decoder", given).losses["image_decoder"]
+    term.sum.backward()
+    found = gradients_of(model)
+    assert (term.sum, term.count, len(term.rows)) == (0, 0, 0)
+    assert any(name.startswith("image_decoder.") for name in found) and not any(g.any() for g in found.values())
 
 
 def test_nothing_of_a_micro_batch_is_kept_where_no_token_is_trained() -> None:
