@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -39,7 +39,7 @@ quickstart: install
 	@$(BIN)/python tasks/quickstart/picture.py runs/quickstart runs/quickstart/picture.png
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
+test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage families bench: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
@@ -97,6 +97,15 @@ package: install
 	@rm -rf dist
 	@PYTHONPATH=$(VENV)/release $(BIN)/python -m build -q --outdir dist
 	@PYTHONPATH=$(VENV)/release $(BIN)/python -m twine check --strict dist/*
+
+# The site, in site/: docs/ and what docs/site.py makes from the code. A link that leads nowhere is an error.
+site: install
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --target $(VENV)/site $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@PYTHONPATH=$(VENV)/site NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+
+# What works with which family of transformers, in docs/coverage.json and docs/coverage.md: hours; it goes on where it ended.
+families: install
+	@$(BIN)/python -m tests.models.coverage $(ARGS)
 
 lint: install
 	@$(BIN)/ruff check .

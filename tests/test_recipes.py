@@ -20,8 +20,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from omnitrain.train.verbs.verify import verify_recipe
 from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
@@ -80,6 +79,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "mimi": saved("mimi", AUDIO_TOKENIZERS["mimi"]),
         "janus": saved("janus", janus().config.to_dict(), hf_processor(janus())),
         "spoken": rows("spoken", "image_to_speech"),
+        "edits": rows("edits", "image_to_image"),
     }
 
 
@@ -209,6 +209,57 @@ def overrides_of_omni(tiny: dict[str, str], name: str) -> list[str]:
         more += ["data.pack_tokens=400", "parallel={}"]
     data = [f"data.train.{number}.path={tiny[rows]}" for number, rows in enumerate(names)]
     return [*more, *data, *(f"model.{key}={tiny[part]}" for key, part in parts.items())]
+
+
+def overrides_of_bagel(tiny: dict[str, str]) -> list[str]:
+    """Tiny parts for the recipe with a semantic and a pixel encoder; patches of pixels stand for latents of a VAE."""
+    patches = "{config: {model_type: omnitrain_patches, patch_size: 2}}"
+    size = "{size: {height: 8, width: 8}}"
+    pixels = f"{{tower: {patches}, projector: {{kind: pixel_shuffle}}, processor: {size}}}"
+    flow = "{kind: in_context, patch_size: 2, num_steps: 2}"
+    return [
+        *SMALL,
+        f"model.foundation={tiny['qwen3']}",
+        f"model.encoders.semantic_encoder.tower={tiny['siglip']}",
+        f"model.encoders.pixel_encoder={pixels}",
+        f"model.decoders.image_decoder={{tokenizer: {patches}, image_size: 8, flow: {flow}}}",
+        *(f"data.train.{n}.path={tiny[rows]}" for n, rows in enumerate(("images", "edits", "drawings"))),
+        "model.freeze=[]",
+        "parallel={}",
+        "train.packs_per_step=4",
+    ]
+
+
+def test_images_are_read_by_their_meaning_and_pixels_and_written_in_context(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = Recipe.load("bagel_like", [*overrides_of_bagel(tiny), f"output_dir={tmp_path}"])
+    packs = preview(recipe, packs=3).packs
+    items = [
+        tuple(piece.component for piece in one.pieces if isinstance(piece, ItemView))
+        for pack in packs
+        for one in pack.samples
+    ]
+    assert set(items) == {
+        ("semantic_encoder",),
+        ("pixel_encoder", "semantic_encoder", "image_decoder"),
+        ("image_decoder",),
+    }
+    assert Trainer(recipe).fit().step == 2
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(line["heads"]) == {"text", "image_decoder"}
+
+
+@pytest.mark.slow
+def test_a_model_with_two_image_encoders_and_denoising_in_context_is_verified(
+    ranks: RankPool, tiny: dict[str, str]
+) -> None:
+    """``python -m pytest -m slow tests/test_recipes.py``."""
+    recipe = Recipe.load("bagel_like", overrides_of_bagel(tiny))
+    report = verify_recipe(
+        recipe, ["dp2", "tp2", "pp2.accum2", "semantic_encoder1+dp1"], nproc=2, num_samples=8, pool=ranks
+    )
+    assert report.ok, [row.reason for row in report.rows]
 
 
 @pytest.mark.parametrize("name", [*OMNI, "janus"])
@@ -435,5 +486,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
-    run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "janus", *OMNI}
+    run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -26,13 +26,27 @@ class OmniConfig(PreTrainedConfig):
         return {key: value for key, value in super().to_dict().items() if key != "teachers"}
 
 
+class JoinedTowersConfig(PreTrainedConfig):
+    """Config of ``JoinedTowers``: of HF towers, as dicts; ``hidden_size``: of all of them together."""
+
+    model_type = "omnitrain_joined_towers"
+
+    towers: list | None = None
+    hidden_size: int = 0
+
+
 class VisionEncoderConfig(PreTrainedConfig):
-    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts."""
+    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
+
+    Attributes:
+        more_processors: of joined towers, the image processors of all but the first one.
+    """
 
     model_type = "omnitrain_vision_encoder"
 
     tower: dict | None = None
     processor: dict | None = None
+    more_processors: list | None = None
     projector: dict | None = None
     hidden_size: int = 0  # the foundation's
     max_frames: int = 32  # of a video
@@ -126,6 +140,7 @@ class PatchCodecConfig(PreTrainedConfig):
     model_type = "omnitrain_patches"
 
     patch_size: int = 4
+    hidden_size: int = 0  # numbers in a latent; the model sets it
 
 
 class LatentVAEConfig(PreTrainedConfig):
@@ -134,6 +149,8 @@ class LatentVAEConfig(PreTrainedConfig):
     model_type = "omnitrain_vae"
 
     vae: dict | None = None
+    patch_size: int = 0  # side of the square of pixels that is one latent; the model sets it, and the next one
+    hidden_size: int = 0  # numbers in a latent
 
 
 class MelVQConfig(PreTrainedConfig):
@@ -156,6 +173,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     config.model_type: config
     for config in (
         OmniConfig,
+        JoinedTowersConfig,
         VisionEncoderConfig,
         AudioEncoderConfig,
         TeacherConfig,

@@ -49,6 +49,9 @@ class Encoder(Strict):
 
     tower: Source
     """The HF vision or audio tower. A string is short for {path: ...}."""
+    more_towers: list[Source] = Field(default_factory=list)
+    """More HF vision towers, which read the same images, with their own processors. Their features of a patch are
+    joined to those of `tower`, before the projector."""
     projector: Projector = Field(default_factory=Projector)
     """Maps the tower's features to the foundation's hidden size."""
     fps: float | None = Field(None, gt=0)

@@ -46,15 +46,20 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
-        """Return the components of a part: one decoder or some encoders; UserError: the data set names others."""
+        """Return the components of a part: one decoder or some encoders.
+
+        They are those that the part names, else those that its data set names. Raises UserError: these are others.
+        """
         key, all_, named = "encoders", self.readers, row.encoders
         if part.is_target:
             key, all_, named = "decoders", self.writers, row.decoders
-        able = all_[part.modality]
+        able, of = all_[part.modality], "the data set"
+        if part.components is not None:
+            named, of = part.components, "the part"
         chosen = {name: able[name] for name in able if named is None or name in named}
         if not chosen or (part.is_target and len(chosen) > 1):
             raise UserError(
-                f"`{key}` of the data set: found {', '.join(named or ['nothing'])}; expected "
+                f"`{key}` of {of}: found {', '.join(named or ['nothing'])}; expected "
                 f"{'one' if part.is_target else 'some'} of {', '.join(able)} for {part.modality}"
             )
         return chosen

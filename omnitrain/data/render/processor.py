@@ -192,8 +192,15 @@ class OmniProcessor:
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
         native, written = self.renderer.native_modalities, self.renderer.written_modalities
         for part in parts:
-            if self._media.handles(part) or part.modality in (written if part.is_target else native):
+            if self._media.handles(part):
                 continue
+            if part.modality in (written if part.is_target else native):
+                if part.components is None:
+                    continue
+                raise UserError(
+                    f"row {row.id!r} of {row.source!r}: a part of {part.modality} names {', '.join(part.components)}, "
+                    "but no attached component is for it: the foundation is; remove the names"
+                )
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
             of_foundation = self.renderer.unwritten_modalities if part.is_target else self.renderer.refused_modalities

@@ -23,8 +23,7 @@ from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits, reducing_later
 from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
-from omnitrain.parallel.pipeline.apply import units_by_stage
-from omnitrain.parallel.pipeline.messages import StageMessages
+from omnitrain.parallel.pipeline.apply import StageMessages, units_by_stage
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.schedule.position import row_of, running_action

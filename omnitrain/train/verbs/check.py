@@ -308,6 +308,11 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
     folders = {"model.checkpoint": recipe.checkpoint}
     sources = {"model.foundation": recipe.foundation}
     sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
+    sources |= {
+        f"model.encoders.{name}.more_towers.{number}": tower
+        for name, encoder in recipe.encoders.items()
+        for number, tower in enumerate(encoder.more_towers)
+    }
     sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
     folders |= {key: source.path for key, source in sources.items() if source is not None}
     folders |= {f"model.teachers.{name}": path for name, path in recipe.teachers.items()}

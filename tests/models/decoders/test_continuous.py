@@ -33,11 +33,13 @@ from omnitrain.recipe import Sampling
 from tests.covering import pairs
 from tests.families import FAMILIES
 from tests.models.decoders.continuous import (
+    BOTH,
     DECODERS,
     DEFAULT,
     FLOW,
     POSSIBLE,
     TABLE,
+    TABLE_OF_BOTH,
     Case,
     build,
     factory,
@@ -92,6 +94,12 @@ def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, cases: l
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cases", by_factory(TABLE_OF_BOTH), ids=lambda cases: cases[0].words)
+def test_codes_and_latents_of_one_modality_train_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
+    require_equal(ranks, cases)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_mixed_precision_trains_within_its_rounding(ranks: RankPool, decoder: str) -> None:
     require_equal(ranks, [Case(decoder, layout, "", "") for layout in ("dp2.bf16", "sp2.bf16", "dp2.bf16_param")])
@@ -102,6 +110,16 @@ def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> No
     model = build(decoder)
     some = samples(model)
     assert "image_decoder.embedding.weight" in equals_one_sample_at_a_time(model, some)
+
+
+def test_a_pack_of_three_sizes_two_encoders_codes_and_latents_is_one_sample_at_a_time() -> None:
+    model = build(BOTH)
+    some = samples(model)
+    spans = [span for sample in some for span in sample.spans]
+    assert {span.component for span in spans} == model.encoders.keys() | model.decoders.keys()
+    assert len({span.item.num_tokens for span in spans if span.component == "image_codes"}) == 3
+    found = equals_one_sample_at_a_time(model, some)
+    assert {"image_codes.head.weight", "image_decoder.head.weight", "pixel_encoder.projector.layers.0.weight"} <= found
 
 
 def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
