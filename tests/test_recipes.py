@@ -171,7 +171,7 @@ def overrides_of_films(tiny: dict[str, str], *, latents: bool) -> list[str]:
     return [*parts, *(f"data.{part}=[{{path: {tiny['films']}}}]" for part in ("train", "heldout"))]
 
 
-@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.second)])
 def test_a_language_model_learns_to_write_films_and_is_evaluated_with_guidance(
     tiny: dict[str, str], tmp_path: Path, latents: bool
 ) -> None:
