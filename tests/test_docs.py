@@ -111,6 +111,11 @@ def test_the_index_leads_to_every_page() -> None:
     assert {page for page in pages if f"({page}" not in text} == set()
 
 
+def test_the_site_has_every_page_in_its_menu() -> None:
+    menu = set(re.findall(r"[\w-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - menu == set()
+
+
 def test_the_words_of_other_libraries_are_in_the_index() -> None:
     assert set(WORDS) <= {word for word, _ in index_of_words()} and "docs/index.md" in (ROOT / "README.md").read_text()
 

@@ -20,8 +20,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from omnitrain.train.verbs.verify import verify_recipe
 from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
@@ -172,7 +171,7 @@ def overrides_of_films(tiny: dict[str, str], *, latents: bool) -> list[str]:
     return [*parts, *(f"data.{part}=[{{path: {tiny['films']}}}]" for part in ("train", "heldout"))]
 
 
-@pytest.mark.parametrize("latents", [False, True])
+@pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.second)])
 def test_a_language_model_learns_to_write_films_and_is_evaluated_with_guidance(
     tiny: dict[str, str], tmp_path: Path, latents: bool
 ) -> None:

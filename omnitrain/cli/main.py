@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,18 +33,11 @@ from omnitrain.errors import (
     problem_list,
 )
 from omnitrain.packages import require_fitting_torchvision
+from omnitrain.train.launch.environment import LAUNCHER, world_size
 
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
-
-
-import os
-import shlex
-import shutil
-import sys
-
-from omnitrain.train.launch.environment import LAUNCHER, world_size
 
 
 def resume_hint(folder: str) -> str:

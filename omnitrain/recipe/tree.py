@@ -16,14 +16,13 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
-from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
-from omnitrain.recipe.train import Train
+from omnitrain.recipe.train import Evaluation, Train
 from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 

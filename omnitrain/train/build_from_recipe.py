@@ -22,7 +22,7 @@ from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import freeze
-from omnitrain.ops.attention.choose import AUTO, require_trainable
+from omnitrain.ops.attention.entry import AUTO, require_trainable
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
 from omnitrain.ops.experts.entry import EXPERTS

@@ -24,10 +24,9 @@ from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.device import to_device
-from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
-from omnitrain.parallel.sections.message import Ends, Message, Part, Rows
+from omnitrain.parallel.sections.message import Arrival, Carrier, Departure, Ends, Message, Part, Rows
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan import StepPlan
 from omnitrain.plan.ragged import ranges
