@@ -25,7 +25,7 @@ from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
-from omnitrain.models.omni.writers import WORDS, Place, parts_of, places_in_grids, start_tokens, writers_of
+from omnitrain.models.omni.writers import WORDS, GridPlace, parts_of, places_in_grids, start_tokens, writers_of
 from omnitrain.ops.attention.packed_context import seeing_blocks
 from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Sampling
@@ -236,7 +236,7 @@ class _Columns:
     embeds: torch.Tensor
     rows: list[int] | None
     keeps: bool
-    places: dict[int, Place]
+    places: dict[int, GridPlace]
 
 
 def _columns(
@@ -245,7 +245,7 @@ def _columns(
     copies: Sequence[Sequence[int]],
     blocks: Collection[str],
     end_token: int,
-    places: Mapping[int, Place],
+    places: Mapping[int, GridPlace],
 ) -> _Columns:
     ids: list[Any] = [end_token] * len(drawn.embeds)
     rows: list[int] = []

@@ -102,7 +102,7 @@ def start_tokens(processor: OmniProcessor, writers: Mapping[str, Any]) -> dict[i
     return found | {writers[WORDS].start: WORDS} if WORDS in writers else found
 
 
-class Place(NamedTuple):
+class GridPlace(NamedTuple):
     """Where tokens of an item stand: ``positions`` ``[axes, n]`` from its start; whether it ``begins`` with them."""
 
     begins: bool
@@ -115,7 +115,7 @@ def places_in_grids(
     turn: Sequence[tuple[str, list[int]]],
     sequences: Sequence[GeneratedSequence],
     width: int,
-) -> dict[int, Place]:
+) -> dict[int, GridPlace]:
     """Return where the next ``width`` tokens of sequences stand that write media in grids."""
     found = {}
     for mode, rows in turn:
@@ -125,7 +125,7 @@ def places_in_grids(
             if grid is None or (first := len(item) - grid.before) < 0:
                 continue
             if (positions := grid_positions(grid)) is not None:
-                found[row] = Place(first == 0, torch.from_numpy(positions[:, first : first + width]))
+                found[row] = GridPlace(first == 0, torch.from_numpy(positions[:, first : first + width]))
     return found
 
 
