@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -36,9 +36,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 
 quickstart: install
 	@$(BIN)/omnitrain run recipes/quickstart.yaml --nproc $(NPROC)
+	@$(BIN)/python tasks/quickstart/picture.py runs/quickstart runs/quickstart/picture.png
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage bench: export OMP_NUM_THREADS := 1
+test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage families bench any-to-any: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
@@ -83,8 +84,28 @@ test-versions: install
 test-gpu:
 	@export PYTHONPATH="$(CURDIR)/gpu_wheels/unpacked:$$PYTHONPATH"; $(RUN_WHERE_TORCH_IS) -m pytest -q -m gpu $(ARGS)
 
+# The tests of `make test`; ranks and processes of their own count. Fails below setup.cfg's share of lines and branches.
 coverage: install
-	@$(BIN)/python -m pytest -q --cov --cov-report=term
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m tests.side_by_side $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+
+# The source distribution and the wheel, in dist/, as they would be uploaded.
+package: install
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --target $(VENV)/release build twine
+	@rm -rf dist
+	@PYTHONPATH=$(VENV)/release $(BIN)/python -m build -q --outdir dist
+	@PYTHONPATH=$(VENV)/release $(BIN)/python -m twine check --strict dist/*
+
+# The site, in site/: docs/ and what docs/site.py makes from the code. A link that leads nowhere is an error.
+site: install
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --target $(VENV)/site $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@PYTHONPATH=$(VENV)/site NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build -q
+
+# What works with which family of transformers, in docs/coverage.json and docs/coverage.md: hours; it goes on where it ended.
+families: install
+	@$(BIN)/python -m tests.models.coverage $(ARGS)
 
 lint: install
 	@$(BIN)/ruff check .
@@ -94,9 +115,13 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py process_groups.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py process_groups.py two_commits.py gpu_day.py any_to_any.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
+
+# Images and films of digits by each decoder, three seeds of each; runs/any_to_any keeps what is done.
+any-to-any: install
+	@$(BIN)/python benchmarks/any_to_any.py --json benchmarks/results/any_to_any.json
 
 # One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
 gpu:

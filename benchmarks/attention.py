@@ -25,7 +25,7 @@ from harness import Result, in_turn, parser, report, start
 from transformers import AttentionInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
-from omnitrain.ops.attention.choose import CHOSEN
+from omnitrain.ops.attention.entry import CHOSEN
 from omnitrain.ops.attention.install import ATTENTION_NAME
 from omnitrain.ops.attention.packed_context import packed
 

@@ -16,7 +16,7 @@ from harness import Result, parser, report, start
 from packing import ENCODER, MEDIA_NAMES, PATCHES, TOKENS, mixture, packed
 
 from omnitrain.data.packing.budget import PackBudget
-from omnitrain.plan.wavefront.by_cost import dealt_packs, step_seconds
+from omnitrain.plan.wavefront.step import dealt_packs, step_seconds
 
 FORMULA = (
     "cost of a pack = sum(l) + sum(l^2) / 2,048 + patches / 2 over its samples of l tokens; *_imbalance = largest cost "

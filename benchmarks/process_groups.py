@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from omnitrain.parallel.pipeline.channel import connect_pairs, directions
+from omnitrain.parallel.pipeline.apply import connect_pairs, directions
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.state import forget_parallel_state
 from omnitrain.peers import GlooGroup, gloo_group_of

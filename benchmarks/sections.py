@@ -45,10 +45,9 @@ from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.schedule.table import schedule_of
-from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.sections.edges import messages_of
-from omnitrain.parallel.sections.message import Message, Part
+from omnitrain.parallel.sections.message import Arrival, Carrier, Departure, Message, Part
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.balance import assign_by_cost

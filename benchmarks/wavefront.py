@@ -19,9 +19,8 @@ from statistics import fmean, median
 
 from harness import Result, report, start
 
-from omnitrain.plan.wavefront.bounds import lower_bound
 from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
-from omnitrain.plan.wavefront.search import best_order
+from omnitrain.plan.wavefront.search import best_order, lower_bound
 from omnitrain.plan.wavefront.simulate import makespan
 
 FORMULA = "seconds of a step in our order / the least (n = 8: of all orders; otherwise the lower bound)"

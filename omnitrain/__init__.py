@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from omnitrain.train.trainer import Trainer as Trainer
     from omnitrain.train.verbs.verify import verify as verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {  # a module with more names -> those that were at the top once
     "checkpoint": "load_optimizer save_optimizer",
@@ -68,7 +68,7 @@ _SHOWN_IN_NOTEBOOKS = {
     for name in (
         "models.omni.model.OmniModel",
         "parallel.layout.ModelLayout",
-        "parallel.layout_table.LayoutTable",
+        "parallel.layout.LayoutTable",
         "recipe.parallel.ParallelPlan",
     )
 }

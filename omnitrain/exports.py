@@ -1,4 +1,4 @@
-"""What a package imports on first use, so that importing the package alone imports no torch."""
+"""Lazy imports of a package: importing the package alone imports no torch."""
 
 from __future__ import annotations
 

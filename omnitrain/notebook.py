@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 from omnitrain.exports import on_first_use
 
 if TYPE_CHECKING:
-    from omnitrain.parallel.spawn.errors import RankError
     from omnitrain.parallel.spawn.launch import RankResults, launch
+    from omnitrain.parallel.spawn.pool import RankError
     from omnitrain.report.notebook import as_html
-    from omnitrain.train.verbs.data_stats import data_stats
-    from omnitrain.train.verbs.preview import preview
+    from omnitrain.train.verbs.preview import data_stats, preview
     from omnitrain.train.verbs.schedule import show_schedule
 
 __all__ = ["RankError", "RankResults", "as_html", "data_stats", "launch", "preview", "show_schedule"]

@@ -1,4 +1,4 @@
-"""What rich shows in a terminal, as text."""
+"""The output of rich for a terminal, as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 
 def width_of_text(columns: int) -> int:
-    """Return the width of what no terminal shows: ``COLUMNS`` of the environment, or else ``columns``."""
+    """Return the width of output without a terminal: ``COLUMNS`` of the environment, or else ``columns``."""
     wanted = os.environ.get("COLUMNS", "")
     return int(wanted) if wanted.isdigit() and int(wanted) else columns
 

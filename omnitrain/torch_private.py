@@ -222,7 +222,7 @@ def forget_meshes() -> None:
 
 
 def forget_shardings() -> None:
-    """Clear what DTensor knows of operations in this thread."""
+    """Clear DTensor's cache of operations in this thread."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

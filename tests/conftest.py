@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from omnitrain.parallel.spawn import pool as spawned
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
 from tests import device_thread
@@ -38,9 +41,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        spawned._kill = _end
     if config.getoption("device_thread"):
         os.environ[device_thread.ASKED] = "1"
         device_thread.install()
+
+
+def _end(process: BaseProcess, connection: Connection) -> None:
+    """End a rank as the end of the pool's process does: it saves what it covered, which a killed one cannot."""
+    connection.close()
+    process.join(30)
+    process.kill()
+    process.join()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -51,6 +51,8 @@ _GRID_VIT: dict[str, Any] = {
 _DEEPSTACK_VIT = _GRID_VIT | {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 WINDOW_VIT = _GRID_VIT | {"window_size": 16, "fullatt_block_indexes": [1]}
 _SIGLIP = _VIT | {"model_type": "siglip_vision_model", "vision_use_head": False}
+CODES = 16
+VQ = {"embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32}
 _LAYERS_APART = {
     "sliding_window": 8,
     "hidden_size_per_layer_input": 8,
@@ -114,6 +116,24 @@ def _qwen3_omni_moe_thinker() -> PreTrainedConfig:
         position_id_per_seconds=25,
         **_OMNI_TOKENS,
     )
+
+
+def chameleon(text: Mapping[str, Any] = _TEXT, image: int = 190, first: int = 150) -> PreTrainedConfig:
+    """Images whose codes are words of the vocabulary, from ``first`` on; ``image``: their placeholder."""
+    names = ("".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) for code in range(CODES))
+    words = {"<image>": image} | {f"IMGIMG{name}Z": first + code for code, name in enumerate(names)}
+    vq = VQ | {"num_embeddings": CODES, "resolution": 8}
+    return AutoConfig.for_model("chameleon", **text, vocabulary_map=words, vq_config=vq)
+
+
+def emu3(text: Mapping[str, Any] = _TEXT, image: int = 190, first: int = 150) -> PreTrainedConfig:
+    """The same, with the word 3 at the end of each row of codes."""
+    words = {"<image>": image, "<|extra_200|>": 3}
+    words |= {f"<|visual token {code:06d}|>": first + code for code in range(CODES)}
+    vq = VQ | {"codebook_size": CODES, "attn_resolutions": [], "hidden_size": 32, "num_attention_heads": 1}
+    vq |= {"latent_channels": 4, "channel_multiplier": [1, 1, 1, 1]}
+    text_config = dict(text) | {"attention_dropout": 0.0}
+    return AutoConfig.for_model("emu3", text_config=text_config, vocabulary_map=words, vq_config=vq)
 
 
 def granite_speech() -> PreTrainedConfig:
@@ -352,5 +372,5 @@ AUDIO_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 FAMILIES = TEXT_FAMILIES | VISION_FAMILIES | AUDIO_FAMILIES
 """Name -> function that returns a tiny config."""
-UNSHRINKABLE = {"granite_speech": granite_speech}
+UNSHRINKABLE = {"granite_speech": granite_speech, "chameleon": chameleon, "emu3": emu3}
 """The same for families whose small variants, as ``tests/models/shrunk.py`` makes them, cannot read their media."""

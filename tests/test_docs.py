@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
 BASH = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-RECIPE_VERBS = ("show", "cp", "check", "run", "verify", "profile")
+RECIPE_VERBS = ("show", "cp", "check", "plan", "run", "verify", "profile")
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:
@@ -111,6 +111,11 @@ def test_the_index_leads_to_every_page() -> None:
     assert {page for page in pages if f"({page}" not in text} == set()
 
 
+def test_the_site_has_every_page_in_its_menu() -> None:
+    menu = set(re.findall(r"[\w-]+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - menu == set()
+
+
 def test_the_words_of_other_libraries_are_in_the_index() -> None:
     assert set(WORDS) <= {word for word, _ in index_of_words()} and "docs/index.md" in (ROOT / "README.md").read_text()
 
@@ -150,14 +155,20 @@ def test_the_tests_that_the_verify_page_names_exist() -> None:
             assert f"def {name.removesuffix('_')}" in text, (file, name)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_last_runs() -> None:
-    def figure(name: str, key: str) -> float:
-        return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][key]
+def figure(name: str, key: str) -> float:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"][key]
 
+
+def test_the_readme_is_short_and_says_the_last_error_of_verify() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") <= 200 and f"gradient is {figure('verified', 'grad_error'):.1e} of the largest" in text
+
+
+def test_the_figures_of_the_page_of_benchmarks_are_those_of_the_last_runs() -> None:
     speeds = {
         side: figure("padding", f"{side}_tokens_per_second") for side in ("omnitrain", "hf_padded", "hf_flattened")
     }
-    table = (ROOT / "README.md").read_text().split("| benchmark | figure | target |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "benchmarks.md").read_text().split("| benchmark | figure | target |")[1].split("\n\n")[0]
     shown = [line.split(" | ")[1] for line in table.splitlines()[2:]]
     assert shown == [
         f"{100 * figure('step_overhead', 'overhead'):.1f} %",

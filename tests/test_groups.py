@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from omnitrain.groups import new_group, shared_group
 from omnitrain.parallel.meshes import device_meshes, mesh_group
-from omnitrain.parallel.pipeline.channel import connect_pairs, directions
+from omnitrain.parallel.pipeline.apply import connect_pairs, directions
 from omnitrain.parallel.sections.carriers import torch_p2p
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -171,3 +172,39 @@ def test_constraints_pin_every_direct_dependency_and_the_tested_torch() -> None:
     assert [name for name in needed if name not in pinned] == []
     assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.23.0")
     assert f"TORCH := torch=={pins['torch']}" in (ROOT / "Makefile").read_text()
+
+
+def test_the_version_is_the_same_in_all_files() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.findall(r"^## \[(\S+)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert released[0] == (PROJECT["version"], str(citation["date-released"]))
+    assert omnitrain.__version__ == PROJECT["version"] == citation["version"]
+
+
+def test_hooks_before_a_commit_have_the_ruff_of_the_constraints() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert f"ruff=={repository['rev'].removeprefix('v')}\n" in (ROOT / "constraints.txt").read_text()
+
+
+def test_the_forms_of_issues_have_all_that_a_form_needs() -> None:
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        assert form["name"] and form["description"] and form["labels"]
+        assert all(field["id"] and field["attributes"]["label"] for field in form["body"]), path
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_install_the_torch_and_the_extras_that_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    extras = {extra for found in re.findall(r"\.\[([\w,-]+)\]", text) for extra in found.split(",")}
+    assert extras and extras <= set(PROJECT["optional-dependencies"])
+    torch = re.search(r"^TORCH := torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert torch and torch[1] in text
+    assert all((ROOT / file).is_file() for file in re.findall(r"-c (\S+)", text))
+
+
+def test_the_batch_file_is_one_that_a_shell_reads_and_starts_the_run_again() -> None:
+    path = ROOT / "docs" / "train.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    assert {"#SBATCH --requeue", "#SBATCH --signal=TERM@300"} <= set(path.read_text().splitlines())

@@ -87,10 +87,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_recipe_of_the_readme_and_of_its_page_trains_and_gives_a_model(here: Path, hub: dict[str, str]) -> None:
+def test_the_recipe_of_the_quickstart_and_of_its_page_trains_and_gives_a_model(here: Path, hub: dict[str, str]) -> None:
     path = tiny_recipe(here)
     names = run(
-        "README.md",
+        "quickstart.md",
         0,
         **{"recipes/quickstart.yaml": str(path), "train.steps=200": "train.steps=1"},
         **{name: folder for name, folder in hub.items() if "VL" not in name},
@@ -102,11 +102,11 @@ def test_the_recipe_of_the_readme_and_of_its_page_trains_and_gives_a_model(here:
     assert run("recipes.md", 0, **{"train.steps=200": "train.steps=1"})["recipe"].train.seed == 1
 
 
-def test_both_data_sets_of_the_readme_are_the_same_sample(here: Path) -> None:
+def test_both_data_sets_of_the_quickstart_are_the_same_sample(here: Path) -> None:
     (here / "cat.jpg").write_bytes(png(0))
-    (line,) = blocks("README.md", "json")
+    (line,) = blocks("quickstart.md", "json")
     (here / "mine.jsonl").write_text(line)
-    run("README.md", 1)
+    run("quickstart.md", 1)
     processor = tiny_processor(tiny_model(decoders={}))
     one, two = (
         processor.sample(rows[0])
@@ -206,11 +206,11 @@ def test_the_data_of_a_recipe_is_shown_and_measured(here: Path, capsys: pytest.C
 
 
 RUN: dict[str, set[int]] = {
-    "README.md": {0, 1},
     "data-preview.md": {0},
     "hooks.md": {0, 1},
     "lora.md": {0},
     "models.md": {0},
+    "quickstart.md": {0, 1},
     "recipes.md": {0, 1, 3},
     "sequences.md": {0},
     "verify.md": {0, 1},
@@ -290,10 +290,10 @@ def commands_here(page: str) -> list[list[str]]:
 
 def test_every_command_of_the_pages_runs() -> None:
     assert [page.name for page in PAGES if commands_here(page.name)] == [
-        "README.md",
         "checkpoints.md",
         "data-preview.md",
         "models.md",
+        "quickstart.md",
         "recipes.md",
         "report.md",
     ]
@@ -309,17 +309,17 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
     assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("page", ["README.md", "checkpoints.md", "data-preview.md", "recipes.md", "report.md"])
+@pytest.mark.parametrize("page", ["quickstart.md", "checkpoints.md", "data-preview.md", "recipes.md", "report.md"])
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
     monkeypatch.setattr("omnitrain.recipe.tree._PACKAGE", here)
     (here / "recipes").mkdir()
-    is_readme = page == "README.md"
-    recipe = tiny_recipe(here / "recipes", 7, evaluated=is_readme, text_only=not is_readme, steps=2)
+    is_quickstart = page == "quickstart.md"
+    recipe = tiny_recipe(here / "recipes", 7, evaluated=is_quickstart, text_only=not is_quickstart, steps=2)
     quickstart = recipe.rename(here / "recipes" / "quickstart.yaml")
     quickstart.write_text(quickstart.read_text().replace(str(here / "recipes" / "run"), "runs/quickstart"))
-    if is_readme:
-        assert "make quickstart" in (ROOT / page).read_text()
+    if is_quickstart:
+        assert "make quickstart" in (ROOT / "docs" / page).read_text()
         assert CliRunner().invoke(app, ["run", "quickstart"]).exit_code == 0
         tiny_recipe(here / "recipes", 7, text_only=True, steps=2).rename(
             quickstart

@@ -20,8 +20,7 @@ from omnitrain.recipe import Recipe
 from omnitrain.recipe.tree import list_recipes
 from omnitrain.report.data.pack_view import ItemView
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from omnitrain.train.verbs.verify import verify_recipe
 from tests.data.render.test_several_encoders import DINO
 from tests.families import FAMILIES
@@ -29,7 +28,7 @@ from tests.models.decoders.test_decoders import AUDIO_TOKENIZERS, IMAGE_TOKENIZE
 from tests.models.encoders.test_waveforms import TOWERS as SPEECH_TOWERS
 from tests.models.test_janus import hf_processor, janus
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
-from tests.tiny_processors import llava
+from tests.tiny_processors import llava, qwen3_vl
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
 SMALL += ["train.report=false"]  # its page is tested in tests/report
@@ -73,13 +72,27 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "images": rows("images", "image_to_text"),
         "speech": rows("speech", "speech_to_text"),
         "drawings": rows("drawings", "text_to_image"),
+        "films": rows("films", "text_to_film"),
         "dinov2": saved("dinov2", DINO, BitImageProcessorPil(size={"shortest_edge": 8}, crop_size=square)),
         "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
         "wav2vec2": saved("wav2vec2", SPEECH_TOWERS["wav2vec2 large"], Wav2Vec2FeatureExtractor()),
         "mimi": saved("mimi", AUDIO_TOKENIZERS["mimi"]),
+        "qwen3_vl_whole": saved("qwen3_vl_whole", whole_qwen3_vl("qwen3_vl")),
+        "qwen3_vl_moe_whole": saved("qwen3_vl_moe_whole", whole_qwen3_vl("qwen3_vl_moe")),
+        "clips": rows("clips", "video_to_text"),
         "janus": saved("janus", janus().config.to_dict(), hf_processor(janus())),
         "spoken": rows("spoken", "image_to_speech"),
+        "edits": rows("edits", "image_to_image"),
     }
+
+
+def whole_qwen3_vl(family: str) -> dict:
+    """A config with the special tokens and patches of the tiny processor."""
+    config = FAMILIES[family]().to_dict()
+    config["text_config"]["vocab_size"] = 264
+    config["vision_config"] |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    tokens = ("image", "video", "vision_start", "vision_end")
+    return config | {f"{name}_token_id": number for number, name in enumerate(tokens, start=2)}
 
 
 def look_at(recipe: Recipe) -> None:
@@ -157,6 +170,41 @@ def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 4
 
 
+PATCHES = "{config: {model_type: omnitrain_patches, patch_size: 4}}"
+
+
+def overrides_of_films(tiny: dict[str, str], *, latents: bool) -> list[str]:
+    """Films of two frames, in codes or as latents."""
+    decoder = f"{{tokenizer: {PATCHES if latents else tiny['emu3_vq']}, image_size: 8, num_frames: 2, fps: 4}}"
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.decoders.film_decoder={decoder}"]
+    if latents:
+        parts += ["model.decoders.film_decoder.flow={kind: in_context, num_steps: 2}"]
+        parts += ["evaluation.sampling.film_decoder.temperature=0"]
+    return [*parts, *(f"data.{part}=[{{path: {tiny['films']}}}]" for part in ("train", "heldout"))]
+
+
+@pytest.mark.parametrize("latents", [False, pytest.param(True, marks=pytest.mark.second)])
+def test_a_language_model_learns_to_write_films_and_is_evaluated_with_guidance(
+    tiny: dict[str, str], tmp_path: Path, latents: bool
+) -> None:
+    of_film = 2 * (4 if latents else 16)
+    parts = overrides_of_films(tiny, latents=latents)
+    assert run("text_to_film", tmp_path, *parts, f"evaluation.max_new_tokens={of_film + 2}") == {
+        "foundation",
+        "film_decoder",
+    }
+    heads = json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]
+    assert heads["film_decoder"]["tokens"] == 8 * of_film
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("latents", [False, True])
+def test_a_language_model_that_writes_films_is_verified(ranks: RankPool, tiny: dict[str, str], latents: bool) -> None:
+    recipe = Recipe.load("text_to_film", [*SMALL, *overrides_of_films(tiny, latents=latents)])
+    report = verify_recipe(recipe, ["dp2", "tp2", "sp2", "pp2.accum2"], nproc=2, num_samples=8, pool=ranks)
+    assert report.ok, [row.reason for row in report.rows]
+
+
 OMNI = {"llama_omni": ("llama", "wav2vec2"), "qwen3_moe_omni": ("qwen3_moe", "whisper")}
 
 
@@ -173,6 +221,57 @@ def overrides_of_omni(tiny: dict[str, str], name: str) -> list[str]:
         more += ["data.pack_tokens=400", "parallel={}"]
     data = [f"data.train.{number}.path={tiny[rows]}" for number, rows in enumerate(names)]
     return [*more, *data, *(f"model.{key}={tiny[part]}" for key, part in parts.items())]
+
+
+def overrides_of_bagel(tiny: dict[str, str]) -> list[str]:
+    """Tiny parts for the recipe with a semantic and a pixel encoder; patches of pixels stand for latents of a VAE."""
+    patches = "{config: {model_type: omnitrain_patches, patch_size: 2}}"
+    size = "{size: {height: 8, width: 8}}"
+    pixels = f"{{tower: {patches}, projector: {{kind: pixel_shuffle}}, processor: {size}}}"
+    flow = "{kind: in_context, patch_size: 2, num_steps: 2}"
+    return [
+        *SMALL,
+        f"model.foundation={tiny['qwen3']}",
+        f"model.encoders.semantic_encoder.tower={tiny['siglip']}",
+        f"model.encoders.pixel_encoder={pixels}",
+        f"model.decoders.image_decoder={{tokenizer: {patches}, image_size: 8, flow: {flow}}}",
+        *(f"data.train.{n}.path={tiny[rows]}" for n, rows in enumerate(("images", "edits", "drawings"))),
+        "model.freeze=[]",
+        "parallel={}",
+        "train.packs_per_step=4",
+    ]
+
+
+def test_images_are_read_by_their_meaning_and_pixels_and_written_in_context(
+    tiny: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = Recipe.load("bagel_like", [*overrides_of_bagel(tiny), f"output_dir={tmp_path}"])
+    packs = preview(recipe, packs=3).packs
+    items = [
+        tuple(piece.component for piece in one.pieces if isinstance(piece, ItemView))
+        for pack in packs
+        for one in pack.samples
+    ]
+    assert set(items) == {
+        ("semantic_encoder",),
+        ("pixel_encoder", "semantic_encoder", "image_decoder"),
+        ("image_decoder",),
+    }
+    assert Trainer(recipe).fit().step == 2
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert set(line["heads"]) == {"text", "image_decoder"}
+
+
+@pytest.mark.slow
+def test_a_model_with_two_image_encoders_and_denoising_in_context_is_verified(
+    ranks: RankPool, tiny: dict[str, str]
+) -> None:
+    """``python -m pytest -m slow tests/test_recipes.py``."""
+    recipe = Recipe.load("bagel_like", overrides_of_bagel(tiny))
+    report = verify_recipe(
+        recipe, ["dp2", "tp2", "pp2.accum2", "semantic_encoder1+dp1"], nproc=2, num_samples=8, pool=ranks
+    )
+    assert report.ok, [row.reason for row in report.rows]
 
 
 @pytest.mark.parametrize("name", [*OMNI, "janus"])
@@ -202,6 +301,47 @@ def test_the_tower_of_a_whole_model_serves_another_language_model(tiny: dict[str
 def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str], tmp_path: Path) -> None:
     own = (f"model.foundation={tiny['llava']}", "data.processor_arguments={}")
     assert run("finetune_vlm", tmp_path, *own, f"data.train=[{{path: {tiny['images']}}}]") == {"foundation"}
+
+
+@pytest.fixture
+def qwen3_vl_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor that a folder of a Qwen3-VL would have: transformers loads it only where torchvision is."""
+    made = qwen3_vl()[0]
+    monkeypatch.setattr("omnitrain.data.chat.text_tokenizer.AutoProcessor.from_pretrained", lambda path: made)
+    monkeypatch.setattr(type(made), "save_pretrained", lambda self, folder: self.tokenizer.save_pretrained(folder))
+
+
+def qwen3_vl_overrides(tiny: dict[str, str], name: str) -> list[str]:
+    data = [f"data.train=[{{path: {tiny['clips' if name == 'long_video' else 'images']}}}]"]
+    model = "qwen3_vl_moe_whole" if name == "qwen3_vl_moe" else "qwen3_vl_whole"
+    own = ["data.processor_arguments={}"] if name != "long_video" else ["data.fps=null", "data.max_pixels=null"]
+    layout = ["parallel={}"] if name in ("qwen3_vl_moe", "long_video") else []  # ranks have no such processor
+    return [f"model.foundation={tiny[model]}", "train.packs_per_step=2", *layout, *own, *data]
+
+
+@pytest.mark.usefixtures("qwen3_vl_processor")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_vl_lora",
+        pytest.param("qwen3_vl", marks=pytest.mark.second),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.second),
+    ],
+)
+def test_a_whole_qwen3_vl_is_fine_tuned(tiny: dict[str, str], tmp_path: Path, name: str) -> None:
+    assert run(name, tmp_path, *qwen3_vl_overrides(tiny, name)) == {"foundation"}
+
+
+@pytest.mark.second
+@pytest.mark.usefixtures("qwen3_vl_processor")
+def test_qwen3_vl_learns_from_films(tiny: dict[str, str], tmp_path: Path) -> None:
+    recipe = Recipe.load("long_video", [*SMALL, *qwen3_vl_overrides(tiny, "long_video"), f"output_dir={tmp_path}"])
+    (pack,) = preview(recipe, packs=1).packs
+    shown = [
+        piece.part.modality for one in pack.samples for piece in one.pieces if isinstance(piece, ItemView) if piece.part
+    ]
+    assert set(shown) == {"video"}
+    assert Trainer(recipe).fit().step == 2
 
 
 def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_goes_on(
@@ -279,6 +419,7 @@ def run_on_ranks(ranks: RankPool, world: int, name: str, overrides: list[str]) -
     return ranks.run(steps_on_a_rank, name, overrides, timeout_s=120, world=world)
 
 
+@pytest.mark.second
 def test_experts_and_rows_lie_on_several_ranks(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['qwen3_moe']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]
@@ -329,6 +470,7 @@ def test_a_tower_trains_on_a_rank_of_its_own(ranks: RankPool, tiny: dict[str, st
     assert run_on_ranks(ranks, 2, "vision_section", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_two_towers_share_a_rank_of_their_own(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [
         f"model.encoders.{name}_encoder.tower={tiny[of]}" for name, of in (("image", "siglip"), ("audio", "whisper"))
@@ -397,5 +539,6 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here = {*STAGES, "speech_language", "qwen_tower", "finetune_vlm", "long_experts", "long_documents", "pipeline"}
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
-    run_here |= {"text_to_image", "text_to_latents", "two_towers", "janus", *OMNI}
+    run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
+    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -181,7 +181,7 @@ def part(kind: str, text: str | None = None) -> dict[str, Any]:
 
 
 def tiny_row(task: str, seed: int) -> Row:
-    """A row of ``task`` (one of TASKS); texts differ in length by ``seed``."""
+    """A row of ``task`` (one of TASKS, ``image_to_image`` or ``text_to_film``); texts differ in length by ``seed``."""
     ask, say = part("text", "what is it " + "x" * (seed % 5)), part("text", f"{seed % 10}" * (1 + seed % 3))
     content = {
         "text": ([ask], [say]),
@@ -190,7 +190,9 @@ def tiny_row(task: str, seed: int) -> Row:
         "video_to_text": ([part("video"), ask], [say]),
         "images_to_text": ([part("image"), part("image"), ask], [say]),
         "text_to_image": ([ask], [part("image")]),
+        "image_to_image": ([part("image"), ask], [part("image")]),
         "image_to_speech": ([part("image"), ask], [part("audio")]),
+        "text_to_film": ([ask], [part("video")]),
     }[task]
     parts = [p["type"] for p in (*content[0], *content[1])]
     media = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,13 @@ from omnitrain.errors import UserError
 
 if TYPE_CHECKING:
     from omnitrain.train.verbs.answer import Answerer
+
+
+class Film(StrEnum):
+    """Format of written films."""
+
+    webp = "webp"
+    mp4 = "mp4"
 
 
 def generate(
@@ -48,20 +56,22 @@ def generate(
     size: Annotated[
         str | None, typer.Option(metavar="WxH", help="Size of written images, one of the decoder's `image_sizes`.")
     ] = None,
+    films: Annotated[Film, typer.Option(help="Format of written films; mp4 needs PyAV.")] = Film.webp,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of sampling.")] = 0,
     plugin: Annotated[
         list[str] | None,
         typer.Option(metavar="MODULE", help="Module to import first, as in a recipe's `plugins`; repeatable."),
     ] = None,
 ) -> None:
-    """Answer a prompt, a file of prompts, or a chat, with text, images and audio, on CUDA if available."""
+    """Answer a prompt, a file of prompts, or a chat, with text, images, audio and films, on CUDA if available."""
     from omnitrain.train.verbs.answer import require_files
 
     media = {"image": image or [], "audio": audio or [], "video": video or []}
     _require_one_source(prompt, prompts, chat, has_media=any(media.values()))
     require_files(media)
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    answerer = _answerer(checkpoint, plugin, output_dir=output, guidance=guidance, size=size, **sampling)
+    sampling |= {"guidance": guidance, "size": size}
+    answerer = _answerer(checkpoint, plugin, output_dir=output, films=films.value, **sampling)
     if chat:
         _chat(answerer)
     elif prompt is not None:

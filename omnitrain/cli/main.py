@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import shlex
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from omnitrain.cli.arguments import OverridesArgument, RecipeArgument
+from omnitrain.cli.arguments import OverridesArgument, RecipeArgument, override_hint
 from omnitrain.cli.ctrl_c import raised_again_where_lost
-from omnitrain.cli.dashes import override_hint
 from omnitrain.cli.generate import generate
 from omnitrain.cli.plan import DeviceOption, plan
-from omnitrain.cli.resume_hint import resume_hint
 from omnitrain.cli.show import show
 from omnitrain.errors import (
     EXIT_FAILED,
@@ -32,10 +34,25 @@ from omnitrain.errors import (
     problem_list,
 )
 from omnitrain.packages import require_fitting_torchvision
+from omnitrain.train.launch.environment import LAUNCHER, world_size
 
 if TYPE_CHECKING:
     from omnitrain.recipe import Recipe
     from omnitrain.train.run_state.run_folder import Resume
+
+
+def resume_hint(folder: str) -> str:
+    """Return how to continue the run of this process, or of this rank; its recipe has all overrides."""
+    is_launched = LAUNCHER in os.environ  # by `omnitrain run --nproc`
+    ranks = ["--nproc", str(world_size())] if is_launched else []
+    command = shlex.join(["run", folder, *ranks])
+    if world_size() > 1 and not is_launched:
+        return f"to continue, start `-m omnitrain {command}` in place of `-m omnitrain run ...`"
+    found = shutil.which("omnitrain")
+    is_ours = found is not None and Path(found).parent == Path(sys.executable).parent
+    program = ["omnitrain"] if is_ours else [sys.executable, "-m", "omnitrain"]
+    return f"to continue: {shlex.join(program)} {command}"
+
 
 # The verbs that take overrides.
 _WITH_RECIPE = ("show", "check", "plan", "run", "profile", "verify")

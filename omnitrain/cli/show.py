@@ -145,7 +145,7 @@ def _show_packs(recipe: Recipe, num_packs: int, output: Path | None) -> None:
 
 def _show_stats(recipe: Recipe, rows: int, output: Path | None, json_file: Path | None) -> None:
     from omnitrain.train.metrics.console import console
-    from omnitrain.train.verbs.data_stats import data_stats
+    from omnitrain.train.verbs.preview import data_stats
 
     found = data_stats(recipe, rows=rows)
     console.print(found)

@@ -2,19 +2,54 @@
 
 A forward seeds the generators at its start, after the encoders and before each block. A pipeline stage, a recomputation
 and one process then draw the same numbers, whatever ran before.
+
+Others, such as noise, are a function of seeds alone: the ``i``-th number of a seed is a hash of both (splitmix64), so
+that any rank, pack or batch that has the seed draws the same ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from omnitrain.ops.device import mixed_seed, seed_device
+
+_STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64
+
+
+def uniforms(seeds: Tensor, width: int, stream: int = 0) -> Tensor:
+    """Return ``[n, width]`` float64 in [0, 1), a row for each of ``seeds`` ``[n]`` int64.
+
+    ``stream``: numbers of other streams are independent of these.
+    """
+    places = torch.arange(1, width + 1, device=seeds.device) + (stream << 32)
+    bits = _mixed(_mixed(seeds)[:, None] + places * _STEP)
+    return _shifted(bits, 11).double() * 2**-53
+
+
+def normals(seeds: Tensor, width: int, stream: int = 0) -> Tensor:
+    """Return ``[n, width]`` float32 of a standard normal distribution; arguments as of :func:`uniforms`."""
+    length, angle = uniforms(seeds, 2 * width, stream).chunk(2, dim=1)
+    return ((-2 * torch.log1p(-length)).sqrt() * torch.cos(2 * math.pi * angle)).float()
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Hash int64; products wrap around."""
+    values = (values ^ _shifted(values, 30)) * _FIRST
+    values = (values ^ _shifted(values, 27)) * _SECOND
+    return values ^ _shifted(values, 31)
+
+
+def _shifted(values: Tensor, bits: int) -> Tensor:
+    """Shift to the right, as of unsigned numbers."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
 
 _INDEX = "_index_of_draws"
 

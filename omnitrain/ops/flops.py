@@ -63,7 +63,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Passes:
-    """The FLOPs of a forward, of its backward, and of what the backward computes again to save memory."""
+    """The FLOPs of a forward, of its backward, and of the forwards that the backward repeats to save memory."""
 
     forward: Flops = Flops()
     backward: Flops = Flops()
@@ -71,12 +71,12 @@ class Passes:
 
     @property
     def model(self) -> Flops:
-        """What the model needs, whatever the backward computes again."""
+        """FLOPs that the model needs, without repeated forwards."""
         return self.forward + self.backward
 
     @property
     def hardware(self) -> Flops:
-        """What the device computes."""
+        """FLOPs that the device computes, with repeated forwards."""
         return self.model + self.again
 
     def __add__(self, other: Passes) -> Passes:

@@ -1,4 +1,4 @@
-"""What a recompute of activations needs of the forward, whose contexts were left when the backward runs."""
+"""Contexts of a forward, entered again for its recompute: the forward has left them when the backward runs."""
 
 from __future__ import annotations
 

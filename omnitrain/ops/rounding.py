@@ -1,4 +1,4 @@
-"""What rounding changes in a training step, measured; and whether another computation of it differs by more."""
+"""Measure how rounding changes a training step, and whether another computation of the step differs by more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Deviation:
 
     @property
     def excess(self) -> float:
-        """The deviation as a multiple of what rounding explains; above 1, it is an error."""
+        """The deviation as a multiple of the deviation that rounding explains; above 1, it is an error."""
         return max(_ratio(self.distance, self.most_distance), _ratio(abs(self.scale), self.most_scale))
 
     def __str__(self) -> str:

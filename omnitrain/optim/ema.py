@@ -19,7 +19,7 @@ class AveragedWeights(torch.optim.Optimizer):
     """Averages of ``optimizer``'s parameters, fp32, sharded and placed like them; its state dict is an optimizer's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
-        """Begin at the values that the parameters have now; ``decay``, below 1, is the weight of what was before."""
+        """Begin at the values that the parameters have now; ``decay``, below 1, is the weight of the average before."""
         super().__init__([p for group in optimizer.param_groups for p in group["params"]], {"decay": decay})
         self._optimizer, self._decay = optimizer, decay
         for parameter in self.param_groups[0]["params"]:

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 2**27
 
 
 class MuonWithAdamW(ShardedAdamW):
-    """Muon for parameter groups with ``muon``, AdamW for the others.
+    """Muon for parameter groups with ``muon``, AdamW for the other groups.
 
     A step of Muon moves a matrix along its orthogonalized momentum, scaled as in ``match_rms_adamw`` of
     ``torch.optim.Muon`` (Liu et al. 2025), so that learning rate and weight decay of AdamW fit. Parameters with three

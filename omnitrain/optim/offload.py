@@ -16,7 +16,7 @@ Groups = list[dict[str, Any]]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """Runs an optimizer on fp32 copies of some parameters in host memory, and directly on the others.
+    """Runs an optimizer on fp32 copies of some parameters in host memory, and directly on the other parameters.
 
     The copies keep digits that parameters round away. State dicts are those of the optimizer without offload.
     """

@@ -9,7 +9,7 @@ from dataclasses import replace
 from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import Adapters, adapters_of, find_adapters, find_in_all, root_of
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts.choose import AUTO
+from omnitrain.ops.experts.entry import AUTO
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.recipe.parallel import FOUNDATION, ParallelPlan
 

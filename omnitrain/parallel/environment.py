@@ -1,4 +1,4 @@
-"""What a process needs before it uses a GPU or makes process groups: variables, open files, a GPU of its own.
+"""What a process needs before it uses a GPU or makes process groups: variables, the allocator, open files, its GPU.
 
 omnitrain sets the variables that the user has not set, and only before torch has started CUDA: later, they have no
 effect. Functions import torch, since `omnitrain doctor` also runs where torch does not import.
@@ -18,6 +18,9 @@ from omnitrain.errors import UserError
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+
+from pathlib import Path
 
 
 class Variable(NamedTuple):
@@ -92,3 +95,22 @@ def require_own_gpu(store: dist.Store, rank: int) -> None:
             "run, --nproc-per-node of torchrun, one task per GPU in Slurm); for parts of one GPU (MIG), which need "
             f"NCCL 2.31 or later, set {SHARED_GPU}=1"
         )
+
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int | None:
+    """Return the bytes that new processes can use, by /proc/meminfo and the container's limit; None without them."""
+    lines = _MEMINFO.read_text().splitlines() if _MEMINFO.is_file() else []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit, used = (_read_int(_CGROUP / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and used is not None:
+        free.append(max(limit - used, 0))
+    return min(free, default=None)
+
+
+def _read_int(file: Path) -> int | None:
+    text = file.read_text().strip() if file.is_file() else ""
+    return int(text) if text.isdigit() else None

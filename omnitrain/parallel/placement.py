@@ -63,7 +63,7 @@ def calling_state(plan: ComponentPlan, own: ParallelState, section: ParallelStat
 
 
 def _facts_of(model: OmniModel, name: str) -> dict[str, Any]:
-    """What the model alone decides."""
+    """The facts of a component that the model alone decides."""
     return {
         "name": name,
         "media": model.media_names.get(name, ()),
@@ -75,7 +75,7 @@ def _facts_of(model: OmniModel, name: str) -> dict[str, Any]:
 
 
 def _settings_of(plan: ComponentPlan, state: ParallelState, main: ParallelState, *, encodes: bool) -> dict[str, Any]:
-    """What the plan of a component decides on its ranks. ``encodes``: it is not the foundation."""
+    """The settings of a component that its plan decides on its ranks. ``encodes``: it is not the foundation."""
     edge = _edge_of(plan, state)
     ranks = main.ranks[: main.size("stage")] if edge == "forward" else state.ranks
     place: Place = (plan.place or "local") if encodes else "local"

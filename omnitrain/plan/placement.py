@@ -1,4 +1,4 @@
-"""What every rank knows before it draws data: where and when each component runs, and its call sites."""
+"""Facts that every rank knows before it draws data: where and when each component runs, and its call sites."""
 
 from __future__ import annotations
 
@@ -53,6 +53,9 @@ class Placement:
     # the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that make a call
     # together, one of each group takes part
     exchange: str = ""
+    # how the foundation's hidden states reach its head. ``forward``: the forward of the last stage calls it. ``local``:
+    # it is a node behind the last stage, on the same ranks, and the graph is cut at the states that it reads
+    head_edge: Literal["forward", "local"] = "forward"
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it; ``reader``: of its features, or empty; ``ranks``: those that compute it."""
@@ -113,7 +116,7 @@ class Topology:
 
     @cached_property
     def call_sites(self) -> tuple[CallSite, ...]:
-        """All call sites in the order in which a micro-batch calls them; those of media come first."""
+        """All call sites in the order in which a micro-batch calls them; call sites of media come first."""
         encode = [CallSite(c.name, "encode", name) for c in self.components for name in c.media]
         forward = [CallSite(c.name, "forward", c.name) for c in self.components if c.reads_packs]
         heads = [CallSite(c.name, "head", c.head) for c in self.components if c.head is not None]
@@ -179,6 +182,11 @@ class Topology:
     def names(self, edge: EdgeKind) -> list[str]:
         """Return the components whose features go this way."""
         return [component.name for component in self.components if component.edge == edge]
+
+    @property
+    def heads_behind(self) -> tuple[str, ...]:
+        """The decoders whose heads are nodes behind the last stage."""
+        return tuple(c.name for c in self.components if c.head is not None and c.head_edge == "local")
 
     @property
     def call_elements(self) -> dict[str, int]:

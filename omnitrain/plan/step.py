@@ -130,7 +130,7 @@ class StepPlan(StepTables):
         return RowRoutes(item, producer, consumer, self.item_tokens[item])
 
     def loads(self, component: str) -> np.ndarray:
-        """Return ``[M, ranks]`` int64: the cost of what each rank encodes; ranks of one call divide it, rounded up."""
+        """Return ``[M, ranks]`` int64: the cost of each rank's items; ranks of one call divide it, rounded up."""
         items = self.topology.items_of(component, self.slot)
         cell = self._micro_batch(items) * self.topology.world_size + self.producer[items]
         sums = np.bincount(cell, self.cost[items], self.num_micro_batches * self.topology.world_size)

@@ -77,7 +77,7 @@ def shape_key(*parts: object) -> int:
 
 
 def encode_table(topology: Topology, batches: Sequence[MicroBatchFacts]) -> np.ndarray:
-    """Encode what a rank drew, ``[words]`` int64; a loss or media that the topology does not have is a ValueError."""
+    """Encode the packs that a rank drew, ``[words]`` int64; ValueError: the topology lacks a loss or media."""
     media = topology.media
     for batch in batches:
         if unknown := sorted((batch.counts.keys() - {*topology.losses}) | (batch.items.keys() - {*media})):

@@ -22,7 +22,7 @@ Passes = Callable[[int], Schedule]
 
 @dataclass(frozen=True)
 class WindowChoice:
-    """What decides the windows of a component."""
+    """The facts that decide the windows of a component."""
 
     component: str  # name of an encoder that is encoded outside of the forwards
     # number of micro-batches in a window, or ``step`` for all of them; ``auto`` for the number with which the simulated

@@ -4,8 +4,6 @@ from omnitrain.recipe.data import ChatFormat as ChatFormat
 from omnitrain.recipe.data import Columns as Columns
 from omnitrain.recipe.data import Data as Data
 from omnitrain.recipe.data import DataSource as DataSource
-from omnitrain.recipe.evaluation import Evaluation as Evaluation
-from omnitrain.recipe.evaluation import Sampling as Sampling
 from omnitrain.recipe.layout import Layout as Layout
 from omnitrain.recipe.layout import parse_layout as parse_layout
 from omnitrain.recipe.model import Decoder as Decoder
@@ -18,8 +16,10 @@ from omnitrain.recipe.parallel import ComponentPlan as ComponentPlan
 from omnitrain.recipe.parallel import ParallelPlan as ParallelPlan
 from omnitrain.recipe.plan_groups import Precision as Precision
 from omnitrain.recipe.train import Compile as Compile
+from omnitrain.recipe.train import Evaluation as Evaluation
 from omnitrain.recipe.train import ExpertsBalance as ExpertsBalance
 from omnitrain.recipe.train import Optimizer as Optimizer
+from omnitrain.recipe.train import Sampling as Sampling
 from omnitrain.recipe.train import Train as Train
 from omnitrain.recipe.tree import Recipe as Recipe
 from omnitrain.recipe.tree import copy_recipe as copy_recipe

@@ -26,13 +26,27 @@ class OmniConfig(PreTrainedConfig):
         return {key: value for key, value in super().to_dict().items() if key != "teachers"}
 
 
+class JoinedTowersConfig(PreTrainedConfig):
+    """Config of ``JoinedTowers``: of HF towers, as dicts; ``hidden_size``: of all of them together."""
+
+    model_type = "omnitrain_joined_towers"
+
+    towers: list | None = None
+    hidden_size: int = 0
+
+
 class VisionEncoderConfig(PreTrainedConfig):
-    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts."""
+    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
+
+    Attributes:
+        more_processors: of joined towers, the image processors of all but the first one.
+    """
 
     model_type = "omnitrain_vision_encoder"
 
     tower: dict | None = None
     processor: dict | None = None
+    more_processors: list | None = None
     projector: dict | None = None
     hidden_size: int = 0  # the foundation's
     max_frames: int = 32  # of a video
@@ -67,6 +81,8 @@ class TokenDecoderConfig(PreTrainedConfig):
     hidden_size: int = 0  # hidden size of the foundation
     image_size: int | None = None  # side of target images, pixels (images only)
     image_sizes: list | None = None  # sizes of target images in place of it, `WIDTHxHEIGHT`
+    num_frames: int | None = None  # of target films, whose frames are images of `image_size`; None: no films
+    fps: float = 8.0  # frames per second of generated films
     num_codebooks: int = 1  # number of codebooks of a residual codec, flattened in time order (audio only)
     max_tokens: int = 1024  # maximum number of tokens to generate for an item
     initializer_range: float = 0.02  # standard deviation of the fresh embedding and head
@@ -80,6 +96,8 @@ class FlowDecoderConfig(PreTrainedConfig):
     Attributes:
         hidden_size: hidden size of the foundation.
         image_size: side of target images, pixels.
+        num_frames: of target films, whose frames are images of ``image_size``; None: no films.
+        fps: frames per second of generated films.
         patch_size: side of the square of latents that is one token.
         width: of the velocity network.
         depth: its number of blocks.
@@ -92,6 +110,8 @@ class FlowDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    num_frames: int | None = None
+    fps: float = 8.0
     patch_size: int = 1
     width: int = 256
     depth: int = 3
@@ -107,6 +127,8 @@ class InContextDecoderConfig(PreTrainedConfig):
     tokenizer: dict | None = None
     hidden_size: int = 0
     image_size: int | None = None
+    num_frames: int | None = None
+    fps: float = 8.0
     patch_size: int = 1
     num_steps: int = 16
     initializer_range: float = 0.02
@@ -118,6 +140,7 @@ class PatchCodecConfig(PreTrainedConfig):
     model_type = "omnitrain_patches"
 
     patch_size: int = 4
+    hidden_size: int = 0  # numbers in a latent; the model sets it
 
 
 class LatentVAEConfig(PreTrainedConfig):
@@ -126,6 +149,8 @@ class LatentVAEConfig(PreTrainedConfig):
     model_type = "omnitrain_vae"
 
     vae: dict | None = None
+    patch_size: int = 0  # side of the square of pixels that is one latent; the model sets it, and the next one
+    hidden_size: int = 0  # numbers in a latent
 
 
 class MelVQConfig(PreTrainedConfig):
@@ -148,6 +173,7 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     config.model_type: config
     for config in (
         OmniConfig,
+        JoinedTowersConfig,
         VisionEncoderConfig,
         AudioEncoderConfig,
         TeacherConfig,

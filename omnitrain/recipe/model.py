@@ -49,6 +49,9 @@ class Encoder(Strict):
 
     tower: Source
     """The HF vision or audio tower. A string is short for {path: ...}."""
+    more_towers: list[Source] = Field(default_factory=list)
+    """More HF vision towers, which read the same images, with their own processors. Their features of a patch are
+    joined to those of `tower`, before the projector."""
     projector: Projector = Field(default_factory=Projector)
     """Maps the tower's features to the foundation's hidden size."""
     fps: float | None = Field(None, gt=0)
@@ -99,6 +102,11 @@ class Decoder(Strict):
     image_sizes: list[Annotated[str, Field(pattern=r"^[1-9]\d*x[1-9]\d*$")]] = Field(default_factory=list)
     """Sizes of the target images, `WIDTHxHEIGHT` in pixels, in place of `image_size`. Each image gets the nearest one,
     and the model writes its size first. Needs the VQ model of Emu3."""
+    num_frames: int | None = Field(None, ge=1)
+    """Frames of each target video, evenly spaced in time; a shorter one repeats some. Each is an image of `image_size`.
+    Set: the decoder writes films."""
+    fps: float = Field(8.0, gt=0)
+    """Frames per second of the films that it writes."""
     num_codebooks: int = Field(1, ge=1)
     """Number of codebooks of a residual codec to model, flattened in time order."""
     max_tokens: int = Field(1024, ge=1)
@@ -107,9 +115,11 @@ class Decoder(Strict):
     """How a tokenizer's latents are predicted. Codes do not use it."""
 
     def idle(self) -> Iterator[Idle]:
-        """Yield the one size, if there are several."""
+        """Yield the one size, if there are several, and the rate of images."""
         if self.image_sizes:
             yield Idle("image_size", "but `image_sizes` has the sizes; remove one of the two")
+        if self.num_frames is None:
+            yield Idle("fps", "but without `num_frames` the decoder writes no films; set it, or remove `fps`")
 
 
 class Ops(Strict):

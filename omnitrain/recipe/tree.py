@@ -16,14 +16,13 @@ from pydantic import AfterValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
-from omnitrain.recipe.evaluation import Evaluation
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
-from omnitrain.recipe.train import Train
+from omnitrain.recipe.train import Evaluation, Train
 from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
 
@@ -71,7 +70,7 @@ class Recipe(Strict):
                 yield Idle(f"data.{key}", f"{why}, or set it for each data set")
 
     def contradictions(self) -> Iterator[Problem]:
-        """Yield what one node says and another one makes impossible."""
+        """Yield the settings of one node that another node makes impossible."""
         if self.model.checkpoint is None:
             yield from self.unknown_heads(self.model.decoders)
         if self.evaluation is not None and not self.data.heldout:
@@ -135,7 +134,7 @@ class Recipe(Strict):
         return None if self.evaluation is None else self.evaluation.loss_every or self.evaluation.every
 
     def advice(self) -> Iterator[str]:
-        """Yield what is no mistake, but probably not meant."""
+        """Yield settings that are no mistake, but probably not meant."""
         warmup, steps = self.train.optimizer.warmup_steps, self.train.steps
         if warmup > steps and self.train.epochs is None:
             yield (
@@ -188,7 +187,7 @@ class Recipe(Strict):
 
         An override is ``key.sub=value``; values are YAML. Raises RecipeError: no such recipe, or invalid YAML, or
         problems in the tree or the overrides; lists all of them with their paths and, for unknown keys, the nearest
-        valid key.
+        valid key. A value `tasks/...` that is no file here is the file that omnitrain ships.
         """
         if not isinstance(overrides, list | tuple | None):
             raise RecipeError(
@@ -199,7 +198,7 @@ class Recipe(Strict):
         tree = _read_mapping(file)
         problems = apply_overrides(tree, overrides or [])
         try:
-            recipe = cls.model_validate(tree)
+            recipe = cls.model_validate(_with_shipped_files(tree))
         except ValidationError as error:
             problems += problem_lines(error, cls)
         if problems:
@@ -223,6 +222,18 @@ def _read_mapping(file: Path) -> dict[str, Any]:
         found = "an empty file" if tree is None else f"a {type(tree).__name__}"
         raise RecipeError(f"{file}: found {found}; expected keys such as `model:`, `data:` and `train:`")
     return tree
+
+
+def _with_shipped_files(node: Any) -> Any:
+    """Return the tree in which a ``tasks/...`` that the working folder lacks is the shipped file."""
+    if isinstance(node, dict):
+        return {key: _with_shipped_files(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [*map(_with_shipped_files, node)]
+    if not isinstance(node, str) or not node.startswith("tasks/"):
+        return node
+    file, shipped = node.partition(":")[0], recipes_folder().parent
+    return str(shipped / node) if (shipped / file).exists() and not Path(file).exists() else node
 
 
 def apply_overrides(tree: dict[str, Any], overrides: list[str]) -> list[str]:

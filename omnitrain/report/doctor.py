@@ -18,8 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from omnitrain.packages import WINDOW, install_command, installed_version, torchvision_problem, untested
-from omnitrain.parallel.environment import VARIABLES, missing_variables
-from omnitrain.parallel.memory.allocator import available_memory
+from omnitrain.parallel.environment import VARIABLES, available_memory, missing_variables
 
 _GIB = 2**30
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"  # of a checkout; an installed package has none there

@@ -7,8 +7,7 @@ from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.parallel.layout import ModelLayout
-from omnitrain.parallel.layout_table import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable
+from omnitrain.parallel.layout import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable, ModelLayout
 from omnitrain.recipe import ParallelPlan
 from omnitrain.report.html import part_of_notebook, rendered, table
 from omnitrain.report.svg import mesh_picture
@@ -73,7 +72,7 @@ def _frozen(column: str, value: Any) -> Any:
 
 
 def _value(value: Any) -> str | None:
-    """What a table shows of the value of a key."""
+    """The value of a key, as a table shows it."""
     if isinstance(value, dict):
         return ", ".join(f"{key}: {_value(part)}" for key, part in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list) else None if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Read what a run wrote to its folder."""
+"""Read the files that a run wrote to its folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT_FILE, ENVIRONMENT_FILE = "layout.json", "environment.json"
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the folder of a run has for a report."""
+    """The content of a run's folder that a report shows."""
 
     label: str  # name of the run, another one for each run of a report
     recipe_text: str  # the resolved recipe as YAML, and ``recipe``, read

@@ -264,7 +264,7 @@ def mesh_picture(section: Mapping[str, Any], index: int) -> Markup:
     experts, stages = mesh.ranks_in("ep"), mesh.ranks_in("pp")
 
     def boxes(axes_here: Sequence[Axis], rank: int, x: float, y: float) -> Iterator[Markup]:
-        """Frames of the outermost axis with what is in them; ``rank``: the first one, counted in the section."""
+        """Frames of the outermost axis with their content; ``rank``: the first one, counted in the section."""
         if not axes_here:
             yield tag(
                 "rect",

@@ -1,4 +1,4 @@
-"""What the ranks of a traced step did, when, and which communication they could hide behind it."""
+"""The activities of ranks in a traced step, and which communication they hide behind computation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TracedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTime:
-    """What one rank did in a traced step: its spans, at least one, by their start. Its name has its section."""
+    """The spans of a rank in a traced step, at least one, by their start. Its name contains its section."""
 
     rank: int
     name: str

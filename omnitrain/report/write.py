@@ -137,7 +137,7 @@ def _figure(labels: Sequence[str], title: str, curves: Sequence[Curve]) -> Marku
 
 
 def _others(labels: Sequence[str], metrics: Metrics) -> tuple[list[str], Markup]:
-    """What nobody took: names of figures that are 0 in every line, and the other figures."""
+    """Metrics that no chapter took: names of figures that are 0 in every line, and the other figures."""
     taken = metrics.take(r"(?P<figure>[^/]+)(?:/(?P<name>.+))?")
     zeros = [name for name, curves in taken.items() if not any(any(curve.values) for curve in curves)]
     return zeros, Markup("").join(_figure(labels, name, curves) for name, curves in taken.items() if name not in zeros)

@@ -22,10 +22,10 @@ from omnitrain.models.hf.load import as_dict, require_folder
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import freeze
-from omnitrain.ops.attention.choose import AUTO, require_trainable
+from omnitrain.ops.attention.entry import AUTO, require_trainable
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.cpu.unread_rows import UNREAD_ROWS
-from omnitrain.ops.experts.choose import EXPERTS
+from omnitrain.ops.experts.entry import EXPERTS
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.fused.install import FUSED, FusedOp, backends_of, fuse_ops, has_operation

@@ -12,7 +12,7 @@ from omnitrain.train.launch.environment import local_world_size
 
 
 def use_device(settings: Train) -> torch.device:
-    """Return the device of ``settings``, on CUDA that of the local rank, or raise UserError; set CPU threads."""
+    """Return the device of ``settings``, on CUDA the GPU of the local rank, or raise UserError; set CPU threads."""
     prepare_process()
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from omnitrain.errors import TrainingError
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.watch.component_hooks import component_modules
+from omnitrain.parallel.watch.monitor import component_modules
 from omnitrain.parallel.watch.report import RunningAction
 from omnitrain.peers import Peers, parameters_at_rest
 from omnitrain.recipe import Recipe

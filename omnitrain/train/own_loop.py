@@ -43,7 +43,7 @@ MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
 @dataclass(frozen=True, eq=False)
 class PreparedLoop:
-    """What :func:`prepare` returns. Iterating it yields the steps of this rank: of a dataset, one epoch."""
+    """A training loop, made by :func:`prepare`. Iterating it yields the steps of this rank: of a dataset, one epoch."""
 
     model: OmniModel  # on its ranks, in training mode
     processor: OmniProcessor | None  # turns rows into samples. None: the collate function gets the rows
@@ -58,7 +58,10 @@ class PreparedLoop:
         with contextlib.closing(self._packs()) as own:
             while True:
                 packs = all_or_raise(self._peers, partial(next, own, None))
-                if not self._peers.any(packs is not None):
+                is_end = not self._peers.any(packs is not None)
+                if self.state.section != MAIN and isinstance(self.loader, DatasetLoader):
+                    self.loader.advance(is_end=is_end)
+                if is_end:
                     return
                 batch = self._plan_step(packs or [])
                 if batch.plan.num_micro_batches:  # otherwise all rows of the step were rejected
@@ -144,6 +147,10 @@ def prepare(
         options = {"collate_fn": OmniDataCollatorWithPacking(native)} | options
     elif not isinstance(processor, OmniProcessor):
         processor = OmniProcessor(TemplateRenderer(processor, native), *omni.media_adapters())
+    elif isinstance(processor.renderer, TemplateRenderer):
+        processor = processor.rendering(
+            processor.renderer.of_media(of_whole_sequences(plan, processor.renderer.native))
+        )
     loader = _loader(omni, data, processor, state, options)
     made = None if optimizer is None else _optimizer(omni, optimizer)
     return PreparedLoop(omni, processor, loader, made, state, step_planner(omni), GlooGroup())
@@ -152,7 +159,7 @@ def prepare(
 def _loader(
     model: OmniModel, data: Any, processor: OmniProcessor | None, state: ParallelState, options: dict[str, Any]
 ) -> DatasetLoader | StepLoader:
-    """Open this rank's share of the data; a section has that of the first rank, for the length and the state."""
+    """Open this rank's share of the data; a section draws none, but counts the steps of a dataset."""
     contract, is_main = model.runner.contract, state.section == MAIN
     main = state.of_section(MAIN)
     of_ranks: dict[str, Any] = {
@@ -163,7 +170,8 @@ def _loader(
     if isinstance(data, str | Path):
         (data,) = open_sources([DataSource(path=str(data))])
     if isinstance(data, Data):
-        of_ranks |= {"idle": idle_prompt(model), "media_names": model.media_of_data}
+        own = state.dp_rank if is_main else None
+        of_ranks |= {"rank": own, "idle": idle_prompt(model), "media_names": model.media_of_data}
     if processor is not None:
         of_ranks["without_tails"] = contract.without_tails
     return build_dataloader(data, processor, **of_ranks, **options)

@@ -62,7 +62,7 @@ class Ranks:
 
     @property
     def holds_source(self) -> bool:
-        """Whether this rank loads whole weights, for itself and the others of its section."""
+        """Whether this rank loads whole weights, for itself and the other ranks of its section."""
         return self.state is None or self.state.rank == self.state.first_rank
 
     @property
@@ -75,7 +75,7 @@ class Ranks:
         return all_or_raise(self.peers, lambda: make() if self.is_first else None)
 
     def rank_by_rank(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on the first rank, then on the others, which find its cached files. Return its result."""
+        """Call ``make`` on the first rank, then on the other ranks, which find its cached files. Return its result."""
         of_first = self.first(make)
         return all_or_raise(self.peers, lambda: make() if of_first is None else of_first)
 

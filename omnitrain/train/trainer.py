@@ -57,7 +57,7 @@ from omnitrain.train.saves import Saves
 
 @dataclass
 class _Fit:
-    """What a call of :meth:`Trainer.fit` opens. Only the first rank has a file of metrics and watches for a stop."""
+    """Files and streams of a :meth:`Trainer.fit`. Only the first rank has a file of metrics and watches for a stop."""
 
     interrupt: Interrupt
     progress: StepProgress
@@ -313,7 +313,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[Callable[[], None]]:
-        """Train without a run: each call of what is yielded is one step, and nothing is written. All ranks call it."""
+        """Train without a run, and write nothing: each call of the yielded function is one step. All ranks call it."""
         with contextlib.closing(iter(self.loader)) as steps, self.watch:
             self.watch.follow(self.model)
 

@@ -1,10 +1,11 @@
-"""Judges of the media that a quickstart model writes: they recognize the digit in an image or a clip.
+"""Judges of the media that a quickstart model writes: they recognize the digit in an image, a clip or a film.
 
     image_judge, speech_judge = load_judges("tasks/quickstart/data/train.parquet")
     image_judge.predict([image])        # ["7"]
     speech_judge.predict([waveform])    # ["7"]
+    VideoJudge().fit(*media_of("tasks/quickstart/data/train.parquet", "video")).predict([frames])  # ["7 left"]
 
-Both are support vector machines, fitted only on the real training media, never on generated media.
+All are support vector machines, fitted only on the real training media, never on generated media.
 """
 
 import io
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import soundfile
-from PIL import Image
+from PIL import Image, ImageSequence
 from scipy.fft import dct
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -24,6 +25,7 @@ from transformers.audio_utils import mel_filter_bank
 
 SAMPLING_RATE = 8000
 IMAGE_SIZE = 8
+FRAME_SIZE = 12
 WINDOW = 256  # samples: 32 ms
 HOP = 80  # samples: 10 ms
 NUM_MELS = 32
@@ -65,6 +67,22 @@ class SpeechJudge:
         return self._classifier.predict(_cepstra_of_all(waveforms)).tolist() if len(waveforms) else []
 
 
+class VideoJudge:
+    """Recognizes the digit and the direction in a film."""
+
+    def __init__(self) -> None:
+        self._classifier = SVC(gamma=0.0003, C=10)
+
+    def fit(self, films: Sequence[Sequence[Image.Image]], labels: Sequence[str]) -> "VideoJudge":
+        """Fit on films of four frames of any mode and size."""
+        self._classifier.fit(_grey_films(films), labels)
+        return self
+
+    def predict(self, films: Sequence[Sequence[Image.Image]]) -> list[str]:
+        """Return a fitted label, such as "7 left", for each film of four frames."""
+        return self._classifier.predict(_grey_films(films)).tolist() if len(films) else []
+
+
 def load_judges(train_parquet: str | Path) -> tuple[ImageJudge, SpeechJudge]:
     """Return both judges, fitted on the media of `train_parquet`; takes a few seconds."""
     return (
@@ -76,12 +94,13 @@ def load_judges(train_parquet: str | Path) -> tuple[ImageJudge, SpeechJudge]:
 def media_of(parquet: str | Path, kind: str) -> tuple[list, list[str]]:
     """Return the distinct media with a known digit, and their labels.
 
-    `kind` is "image" (PIL images, from the image_to_text rows) or "speech" (float32 [samples] at SAMPLING_RATE, from
-    the speech_to_text rows). Raises ValueError for any other kind, or if the file has no such rows.
+    `kind` is "image" (PIL images, from the image_to_text rows), "speech" (float32 [samples] at SAMPLING_RATE, from
+    the speech_to_text rows) or "video" (lists of PIL images, from the video_to_text rows). Raises ValueError for any
+    other kind, or if the file has no such rows.
     """
-    if kind not in ("image", "speech"):
-        raise ValueError(f'kind is "image" or "speech", not {kind!r}.')
-    column, decode = ("images", _decode_image) if kind == "image" else ("audios", _decode_speech)
+    if kind not in _KINDS:
+        raise ValueError(f'kind is "image", "speech" or "video", not {kind!r}.')
+    column, decode = _KINDS[kind]
     task = f"{kind}_to_text"
     table = pq.read_table(parquet, columns=[column, "label"], filters=[("task", "==", task)])
     label_of = {row[column][0]["bytes"]: row["label"] for row in table.to_pylist()}
@@ -102,9 +121,21 @@ def _decode_speech(data: bytes) -> np.ndarray:
     return waveform
 
 
-def _grey_levels(images: Sequence[Image.Image]) -> np.ndarray:
-    """Return float64 [num_images, 64] in 0..16, the scale of UCI optdigits."""
-    size = (IMAGE_SIZE, IMAGE_SIZE)
+def _decode_film(data: bytes) -> list[Image.Image]:
+    return [frame.copy() for frame in ImageSequence.Iterator(Image.open(io.BytesIO(data)))]
+
+
+_KINDS = {"image": ("images", _decode_image), "speech": ("audios", _decode_speech), "video": ("videos", _decode_film)}
+
+
+def _grey_films(films: Sequence[Sequence[Image.Image]]) -> np.ndarray:
+    """Return float64 [num_films, 4 * 144] in 0..16."""
+    return np.stack([_grey_levels(film, FRAME_SIZE).ravel() for film in films])
+
+
+def _grey_levels(images: Sequence[Image.Image], side: int = IMAGE_SIZE) -> np.ndarray:
+    """Return float64 [num_images, side * side] in 0..16, the scale of UCI optdigits."""
+    size = (side, side)
     greys = [image.convert("L").resize(size, Image.Resampling.BOX) for image in images]
     return np.stack([np.asarray(grey, np.float64).ravel() for grey in greys]) * (16 / 255)
 

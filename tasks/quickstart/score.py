@@ -14,7 +14,10 @@ from omnitrain.train.evaluate.evaluate import Answered
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-from judges import load_judges, media_of  # noqa: E402
+try:
+    from judges import load_judges, media_of
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(f"{missing}; install it with: pip install 'omnitrain[quickstart]'") from missing
 
 TEXT_TASKS = ("image_to_text", "speech_to_text", "video_to_text", "images_to_text")
 IMAGE_TASKS = ("text_to_image", "speech_to_image")

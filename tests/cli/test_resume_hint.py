@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from omnitrain.cli import resume_hint
+from omnitrain.cli import main
 from omnitrain.train.launch.environment import LAUNCHER
 
 
@@ -16,13 +16,13 @@ def _as_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words() -> list[str]:
-    return shlex.split(resume_hint.resume_hint("my run").removeprefix("to continue: "))
+    return shlex.split(main.resume_hint("my run").removeprefix("to continue: "))
 
 
 def test_the_hint_names_the_folder_and_can_be_pasted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume_hint.shutil, "which", lambda name: None)
+    monkeypatch.setattr(main.shutil, "which", lambda name: None)
     assert words() == [sys.executable, "-m", "omnitrain", "run", "my run"]
-    monkeypatch.setattr(resume_hint.shutil, "which", lambda name: f"{sys.executable.rpartition('/')[0]}/{name}")
+    monkeypatch.setattr(main.shutil, "which", lambda name: f"{sys.executable.rpartition('/')[0]}/{name}")
     assert words() == ["omnitrain", "run", "my run"]
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv(LAUNCHER, "123")
@@ -31,6 +31,6 @@ def test_the_hint_names_the_folder_and_can_be_pasted(monkeypatch: pytest.MonkeyP
 
 def test_under_torchrun_the_command_of_the_launcher_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert resume_hint.resume_hint("runs/mine") == (
+    assert main.resume_hint("runs/mine") == (
         "to continue, start `-m omnitrain run runs/mine` in place of `-m omnitrain run ...`"
     )

@@ -91,7 +91,7 @@ def test_python_m_omnitrain_reports_a_mistake_without_traceback() -> None:
 
 
 def test_version() -> None:
-    assert call("--version").output == "omnitrain 0.1.0\n"
+    assert call("--version").output == "omnitrain 0.2.0\n"
 
 
 def test_ls_prints_name_and_summary(shipped: Path) -> None:
@@ -271,7 +271,7 @@ def test_an_old_command_is_refused_with_the_name_of_the_new_one(old: str, new: s
 
 
 def test_the_commands() -> None:
-    verbs = ["ls", "show", "cp", "check", "run", "verify", "profile", "generate", "export", "report", "doctor"]
+    verbs = ["ls", "show", "cp", "check", "plan", "run", "verify", "profile", "generate", "export", "report", "doctor"]
     assert sorted(typer.main.get_command(app).commands) == sorted(verbs)
 
 

@@ -56,10 +56,18 @@ def pair_of(config: PreTrainedConfig) -> Pair:
 def paired(model: PreTrainedModel) -> Pair:
     """With peaked weights: texts of three lengths, every modality alone, two items of one, all together."""
     init_peaked_(model)
-    model.train()
-    plain = copy.deepcopy(model)
+    plain = copy.deepcopy(in_training(model))
     probes = [probe for probe in probe_samples(model, discover(model)) if _is_taken(plain, probe)]
     return Pair(plain, build_omni_model(foundation=model).train(), probes)
+
+
+def in_training(model: PreTrainedModel) -> PreTrainedModel:
+    """A new model in training mode; transformers makes media tokenizers in evaluation mode, where they stay."""
+    resting = [module for module in model.modules() if not module.training]
+    model.train()
+    for module in resting:
+        module.eval()
+    return model
 
 
 @torch.no_grad()
@@ -133,7 +141,7 @@ def low_plain_step(pair: Pair, routing: Sequence[Recording] | None) -> tuple[flo
     """
     kind, config = type(pair.plain), copy.deepcopy(pair.plain.config)
     with local_torch_dtype(torch.bfloat16):
-        plain = kind(config).train()
+        plain = in_training(kind(config))
     plain.load_state_dict(pair.plain.state_dict())  # casts
     must_stay_fp32 = stays_fp32(plain)
     for name, tensor in plain.named_parameters():

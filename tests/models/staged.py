@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.discovery.text_run import text_blocks
-from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.encode import EncodedPack
 from omnitrain.models.omni.model import OmniModel
@@ -53,7 +52,7 @@ def detached(encoded: EncodedPack) -> tuple[EncodedPack, list[tuple[Tensor, Tens
     }
     inserted = [(positions, leaf(embeddings)) for positions, embeddings in encoded.media.inserted]
     idle = [leaf(tensor) for tensor in encoded.idle]
-    return replace(encoded, media=EncodedMedia(native, inserted), idle=idle), pairs
+    return replace(encoded, media=replace(encoded.media, native=native, inserted=inserted), idle=idle), pairs
 
 
 class InFlight:

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 import omnitrain as ot
-from omnitrain.parallel.layout import reduce_replicas
-from omnitrain.parallel.layout_table import LayoutTable
+from omnitrain.parallel.layout import LayoutTable, reduce_replicas
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.parallel import Section

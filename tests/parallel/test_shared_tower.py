@@ -60,8 +60,10 @@ def test_a_tower_is_shared_beside_tensor_parallel_layers(ranks: RankPool) -> Non
 @pytest.mark.parametrize(
     ("name", "default"),
     [
-        pytest.param("deepstack_of_four_heads", TWO, id="deepstack, text on half of the ranks"),
-        pytest.param("windows_of_four_heads", {"ulysses": 4}, id="windows", marks=pytest.mark.second),
+        pytest.param(
+            "deepstack_of_four_heads", TWO, id="deepstack, text on half of the ranks", marks=pytest.mark.second
+        ),
+        pytest.param("windows_of_four_heads", {"ulysses": 2}, id="windows"),
     ],
 )
 def test_a_shared_tower_trains_as_in_one_process(ranks: RankPool, name: str, default: dict[str, object]) -> None:

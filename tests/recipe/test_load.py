@@ -149,3 +149,13 @@ def test_one_value_in_the_place_of_a_list_is_a_list_of_one(recipe_file: Path) ->
 def test_overrides_are_a_list(recipe_file: Path) -> None:
     with pytest.raises(RecipeError, match=r"overrides: found a str; expected a list of key\.sub=value"):
         Recipe.load(recipe_file, "train.steps=3")  # type: ignore[arg-type]
+
+
+def test_a_shipped_recipe_finds_its_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.load("quickstart")
+    data, scorer = recipe.data.train[0].path, recipe.evaluation.scorer
+    assert Path(data).is_file() and Path(scorer.rpartition(":")[0]).is_file()
+    (tmp_path / "tasks" / "quickstart" / "data").mkdir(parents=True)
+    (tmp_path / "tasks" / "quickstart" / "data" / "train.parquet").touch()
+    assert Recipe.load("quickstart").data.train[0].path == "tasks/quickstart/data/train.parquet"

@@ -10,8 +10,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.report.write import write_report
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from tests.report.browser import Opened, Theme, opened
 from tests.report.runs import whole_run
 from tests.report.test_preview import recipe_with_a_damaged_row

@@ -15,8 +15,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.recipe import Recipe
 from omnitrain.report.data.stats import DataStats
 from omnitrain.train.epochs import loader_of
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import model_without_weights
+from omnitrain.train.verbs.preview import data_stats, model_without_weights
 from tests.report.parsed import self_contained
 from tests.report.test_preview import top_rules
 from tests.tiny import TASKS, png, tiny_recipe, tiny_row, webp, write_parquet

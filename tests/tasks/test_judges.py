@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -16,6 +17,7 @@ TRAIN, HELDOUT = QUICKSTART / "data" / "train.parquet", QUICKSTART / "data" / "h
 
 sys.path.insert(0, str(QUICKSTART))
 import judges  # noqa: E402
+from make_films import make_films  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,8 @@ def test_nothing_to_judge_is_an_empty_list(fitted):
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(ValueError, match=r"kind is .*, not 'video'"):
-        judges.media_of(TRAIN, "video")
+    with pytest.raises(ValueError, match=r"kind is .*, not 'film'"):
+        judges.media_of(TRAIN, "film")
 
 
 def test_speech_survives_the_mel_vq_tokenizer(fitted):
@@ -89,3 +91,22 @@ def test_images_survive_the_image_vq_tokenizer(fitted):
         values = ((model.decode(codes).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     decoded = [Image.fromarray(value.numpy()) for value in values.permute(0, 2, 3, 1)]
     assert share_right(fitted[0].predict(decoded), labels) >= 0.965
+
+
+def test_video_judge_reads_films_of_heldout_images():
+    films, labels = judges.media_of(TRAIN, "video")
+    judge = judges.VideoJudge().fit(films[:1200], labels[:1200])
+    heldout, truth = judges.media_of(HELDOUT, "video")
+    assert len(films[0]) == 4 and {truth.count(label) for label in truth} == {5}
+    assert share_right(judge.predict(heldout), truth) >= 0.9
+
+
+def test_films_to_write_are_those_to_read(tmp_path):
+    make_films(tmp_path)
+    for split, read in (("train", TRAIN), ("heldout", HELDOUT)):
+        written = pq.read_table(tmp_path / f"{split}.parquet").to_pylist()
+        expected = pq.read_table(read, filters=[("task", "==", "video_to_text")]).to_pylist()
+        assert [row["videos"] for row in written] == [row["videos"] for row in expected]
+        for row in written[:50]:
+            question, answer = (message["content"] for message in row["messages"])
+            assert all(word in question[0]["text"] for word in row["label"].split()) and answer[0]["type"] == "video"

@@ -17,7 +17,7 @@ from omnitrain.parallel.step import item_costs
 from omnitrain.plan.item_cost import Encoded
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.parallel import ComponentPlan
-from omnitrain.train import encoder_costs
+from omnitrain.train import measures
 from omnitrain.train.trainer import Trainer
 from tests.tiny import tiny_recipe
 from tests.train.test_ranks import fit, metrics
@@ -43,7 +43,7 @@ def costs_of_steps(
         measured.extend(rows)
         return FOUND
 
-    with patch.multiple(encoder_costs, fitted_quadratic=fitted, **FAST):
+    with patch.multiple(measures, fitted_quadratic=fitted, **FAST):
         trainer = Trainer(Recipe.load(str(recipe), overrides), resume=resume)
         inner = trainer.train_step
 
@@ -146,8 +146,8 @@ def test_a_backward_that_encodes_again_does_not_make_a_section_look_slower() -> 
     spans = [(forward, 0, 1), (actions["ENCODE0"], 0, 1), (actions["SEND_F0>0"], 1, 3)]
     spans += [(again, 4, 5), (actions["ENCODE_B0"], 4, 7)]
     recorded = Recorded(0.0, 7.0, tuple(Span(*span) for span in spans))
-    assert encoder_costs.seconds_of_forwards(recorded, "image_encoder", has_actions=True) == 1
-    assert encoder_costs.seconds_of_forwards(recorded, "audio_encoder", has_actions=True) == 0
+    assert measures.seconds_of_forwards(recorded, "image_encoder", has_actions=True) == 1
+    assert measures.seconds_of_forwards(recorded, "audio_encoder", has_actions=True) == 0
 
 
 def test_encoders_inside_of_forwards_do_not_count_as_the_foundation() -> None:
@@ -160,7 +160,7 @@ def test_encoders_inside_of_forwards_do_not_count_as_the_foundation() -> None:
     apart = recorded(("0F0", 0, 3), ("0B0", 3, 9))
     together = recorded(("0F0", 0, 3), ("(0F1;0B0)OVERLAP_F_B", 3, 9))
     found = [
-        encoder_costs.foundation_seconds([span for span in one.spans if span.what.kind == "action"], one, inside)
+        measures.foundation_seconds([span for span in one.spans if span.what.kind == "action"], one, inside)
         for one, inside in ((apart, ["image_encoder"]), (together, ["image_encoder"]), (apart, []))
     ]
     assert found == [6.0, 6.0, 9.0]

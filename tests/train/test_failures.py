@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from omnitrain.errors import TrainingError
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.watch.monitor import StallMonitor
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
 
 import omnitrain as ot
+from omnitrain.data.loading.slots import merge_states
 from omnitrain.errors import UserError
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import leave_process_groups
@@ -130,6 +131,31 @@ def test_the_data_of_a_recipe_has_no_end_and_slots(tmp_path: Path) -> None:
     assert [len(batch.packs) for batch in islice(run, 9)] == [2] * 9 and run.optimizer is None
     with pytest.raises(TypeError):
         len(run)
+
+
+def states_of_rank(data: Any, options: dict[str, Any]) -> list[Any]:
+    """The state of this rank's loader after each of three steps, and how many packs a step has on this rank."""
+    model, plan = any_to_any(), ot.ParallelPlan.model_validate(PLANS["vision1+dp1"])
+    run = ot.prepare(model, data, plan, processor=tiny_processor(model), **options)
+    states = []
+    for batch in chain(run, run):
+        state = run.loader.state() if isinstance(data, Data) else run.loader.state_dict()
+        states.append((len(batch.packs), state))
+        if len(states) == 4:
+            return states
+    raise AssertionError(states)
+
+
+def test_a_section_has_the_state_of_the_ranks_that_draw(ranks: RankPool, tmp_path: Path) -> None:
+    """After three steps of an epoch and one of the next; the states of a recipe's data merge."""
+    drawn, section = ranks.run(states_of_rank, rows(), SIZES, world=2, timeout_s=60)
+    assert [state for _, state in drawn] == [state for _, state in section]
+    assert [(state["epoch"], state["steps"]) for _, state in section] == [(0, 1), (0, 2), (0, 3), (1, 1)]
+    data = write_parquet(tmp_path / "rows.parquet", rows())
+    of_recipe = Data(train=[ot.recipe.DataSource(path=str(data))], pack_tokens=120, packing_buffer=4, workers=0)
+    drawn, section = ranks.run(states_of_rank, of_recipe, {"slots": 2}, world=2, timeout_s=60)
+    for (packs, state), (no_packs, empty) in zip(drawn, section, strict=True):
+        assert (packs, no_packs) == (2, 0) and not empty.slots and merge_states([state, empty]) == state
 
 
 HALF = ot.ParallelPlan(default=ot.ComponentPlan(precision={"param": "bfloat16"}))

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import leave_process_groups
 from omnitrain.recipe import Optimizer, Recipe
 from omnitrain.train import saves
@@ -27,7 +26,6 @@ from omnitrain.train.trainer import RunSummary, Trainer
 from tests.tiny import TASKS, tiny_moe_recipe, tiny_recipe, tiny_row, write_parquet
 
 EVALUATED = ["evaluation.max_new_tokens=3", "evaluation.loss_every=3", "evaluation.batch_size=5", "data.workers=1"]
-COUNTED = ["train.flops=true"]
 TWO_SLOTS = ["train.packs_per_step=2", "data.pack_tokens=96"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, []),
@@ -41,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "tp2.dp2": (4, ["parallel.components.foundation.tp=2"]),
     "pp2.dp2": (4, ["parallel.components.foundation.pp=2"]),
 }
-SLOW = {name for name, (world, _) in LAYOUTS.items() if world == 4} | {"replicate2.world", "sp2"}
+SECOND = {"replicate2.world", "sp2"}
 
 
 def fit(
@@ -90,8 +88,15 @@ def assert_same_run(run: Path, reference: Path) -> None:
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its reference run of one process is beside it, in ``one``."""
     path = tiny_recipe(tmp_path_factory.mktemp("ranks"), rows=2 * len(TASKS), evaluated=True)
-    fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED, *COUNTED])
+    fit(path, [f"output_dir={path.parent / 'one'}", *TWO_SLOTS, *EVALUATED])
     return path
+
+
+@pytest.fixture(scope="module")
+def counted(recipe: Path) -> Path:
+    """The same run, which counts FLOPs."""
+    fit(recipe, [f"output_dir={recipe.parent / 'counted'}", *TWO_SLOTS, *EVALUATED, "train.flops=true"])
+    return recipe.parent / "counted"
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +106,32 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("world", "overrides"),
-    [pytest.param(*row, marks=pytest.mark.slow if name in SLOW else (), id=name) for name, row in LAYOUTS.items()],
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row[0] == 4) + [pytest.mark.second] * (name in SECOND), id=name)
+        for name, row in LAYOUTS.items()
+    ],
 )
 def test_a_run_on_ranks_is_the_run_of_one_process(
-    ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str]
+    ranks: RankPool, recipe: Path, tmp_path: Path, world: int, overrides: list[str], request: pytest.FixtureRequest
 ) -> None:
     """Four ranks share two packs. Evaluation gives the same scores; one checkpoint, one line per step.
 
     Each step has the same FLOPs of each component, whoever encodes and whoever has a part of the sequence.
     """
-    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, *COUNTED, *overrides]
+    counts = bool(overrides)  # it takes longer than all the rest
+    reference = request.getfixturevalue("counted") if counts else recipe.parent / "one"
+    arguments = [f"output_dir={tmp_path / 'run'}", *TWO_SLOTS, *EVALUATED, f"train.flops={counts}", *overrides]
     first, *others = ranks.run(fit, recipe, arguments, timeout_s=120, world=world)
-    assert_same_run(tmp_path / "run", recipe.parent / "one")
-    scores = json.loads((recipe.parent / "one" / "eval.json").read_text())
+    assert_same_run(tmp_path / "run", reference)
+    scores = json.loads((reference / "eval.json").read_text())
     got = json.loads((tmp_path / "run" / "eval.json").read_text())
     assert got.keys() == scores.keys()
     assert got["losses"]["heads"]["text"] == pytest.approx(scores["losses"]["heads"]["text"], rel=1e-4)
     assert all(other.scores.keys() == first.scores.keys() and other.step == 4 for other in others)
     lines = metrics(tmp_path / "run")
-    assert all(set(line["flops"]["components"]) > {"foundation", "image_encoder"} for line in lines)
-    hardware = [line["flops"]["per_step_hardware"] / line["flops"]["per_step"] for line in lines]
+    flops = [line["flops"] for line in lines if counts]
+    assert all(set(of_step["components"]) > {"foundation", "image_encoder"} for of_step in flops)
+    hardware = [of_step["per_step_hardware"] / of_step["per_step"] for of_step in flops]
     assert all(
         (ratio > 1.1) if "parallel.default.memory.recompute=full" in overrides else ratio == 1 for ratio in hardware
     )

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.recipe import Recipe
 from omnitrain.train.trainer import RunSummary, Trainer
 from tests.parallel.schedule import test_inference

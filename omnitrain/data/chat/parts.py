@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import UserError
 
 Message = dict[str, Any]
+_DOES = {False: "reads", True: "writes"}
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class MediaPart:
     modality: str  # image, audio or video
     position: int  # among the data row's media of this modality
     is_target: bool  # it is in an assistant message, so the model learns to write it
+    components: tuple[str, ...] | None = None  # those that read or write it; None: the part names none
 
 
 def content_parts(message: Message) -> list[Message]:
@@ -55,10 +57,24 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
     parts: list[MediaPart] = []
     for message in messages:
         is_target = message["role"] == "assistant"
-        for modality in (part["type"] for part in content_parts(message) if part["type"] != "text"):
-            parts.append(MediaPart(modality, counts[modality], is_target))
-            counts[modality] += 1
+        for part in content_parts(message):
+            if (modality := part["type"]) != "text":
+                parts.append(MediaPart(modality, counts[modality], is_target, _components(part, is_target)))
+                counts[modality] += 1
     return parts
+
+
+def _components(part: Message, is_target: bool) -> tuple[str, ...] | None:
+    """Return the names of a part's key ``encoders``, of one to write ``decoders``."""
+    key, other = ("decoders", "encoders") if is_target else ("encoders", "decoders")
+    if part.get(other):
+        raise UserError(f"`{other}` of a part of {part['type']} that the model {_DOES[is_target]}: expected `{key}`")
+    names = part.get(key)
+    if names is None:
+        return None
+    if not isinstance(names, Sequence) or isinstance(names, str) or not all(isinstance(one, str) for one in names):
+        raise UserError(f"`{key}` of a part of {part['type']}: found {_shown(names)}; expected a list of names")
+    return tuple(names)
 
 
 def is_trained(message: Message) -> bool:

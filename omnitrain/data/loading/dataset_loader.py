@@ -296,9 +296,13 @@ class DatasetLoader:
         generator = torch.Generator().manual_seed(mixed_seed(self._seed, self._rank, self.epoch, self.steps))
         options: dict[str, Any] = {"num_workers": self._num_workers, "worker_init_fn": follow_main_process}
         for made in DataLoader(steps, batch_size=None, sampler=order, generator=generator, **options):
-            self.steps += 1
+            self.advance()
             yield [batch for micro_batches in made for batch in self._checked(micro_batches).batches]
-        self.epoch, self.steps = self.epoch + 1, 0
+        self.advance(is_end=True)
+
+    def advance(self, *, is_end: bool = False) -> None:
+        """Count a step or, at its end, the epoch; a rank that draws no rows so follows those that do."""
+        self.epoch, self.steps = (self.epoch + 1, 0) if is_end else (self.epoch, self.steps + 1)
 
     def _draws(self, step: int) -> list[list[tuple[int, int]]]:
         """Return the index in the order of all epochs, and the row, of what each micro-batch of this rank has."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnitrain.data.chat.parts import MediaPart
-from omnitrain.data.packing.sample import Features, MediaItem
+from omnitrain.data.packing.sample import Features, Grid, MediaItem
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.sources.clips import Clip
 from omnitrain.data.sources.media import MediaFile, costing_one_row, decode_medium
@@ -20,12 +20,17 @@ class ComponentAdapter:
 
     modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
     max_frames: int = 1  # the most frames to read from a video
+    num_frames: int | None = None  # frames to read from a video, evenly spaced in time; None: ``fps`` says it
     is_block: bool = False  # see ``MediaItem``; of decoders
     fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
         raise NotImplementedError
+
+    def grid(self, features: Features) -> Grid | None:
+        """Return where the tokens of an item to write stand; None: one after the other."""
+        return None
 
 
 class AttachedMedia:
@@ -45,15 +50,20 @@ class AttachedMedia:
         return part.modality in (self.writers if part.is_target else self.readers)
 
     def adapters_of(self, row: Row, part: MediaPart) -> dict[str, ComponentAdapter]:
-        """Return the components of a part: one decoder or some encoders; UserError: the data set names others."""
+        """Return the components of a part: one decoder or some encoders.
+
+        They are those that the part names, else those that its data set names. Raises UserError: these are others.
+        """
         key, all_, named = "encoders", self.readers, row.encoders
         if part.is_target:
             key, all_, named = "decoders", self.writers, row.decoders
-        able = all_[part.modality]
+        able, of = all_[part.modality], "the data set"
+        if part.components is not None:
+            named, of = part.components, "the part"
         chosen = {name: able[name] for name in able if named is None or name in named}
         if not chosen or (part.is_target and len(chosen) > 1):
             raise UserError(
-                f"`{key}` of the data set: found {', '.join(named or ['nothing'])}; expected "
+                f"`{key}` of {of}: found {', '.join(named or ['nothing'])}; expected "
                 f"{'one' if part.is_target else 'some'} of {', '.join(able)} for {part.modality}"
             )
         return chosen
@@ -81,11 +91,12 @@ def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> Me
         with costing_one_row(f"{name} cannot prepare this {part.modality}"):
             content = media.frames if isinstance(media, Clip) else media
             features, num_tokens = adapter.prepare(part.modality, content)
-    return MediaItem(features, num_tokens, is_lowered, adapter.is_block)
+    return MediaItem(features, num_tokens, is_lowered, adapter.is_block, adapter.grid(features))
 
 
 def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:
-    return FrameChoice(None, {}, file.reading.over(Reading(fps=adapter.fps, max_frames=adapter.max_frames)))
+    own = Reading(fps=adapter.fps, num_frames=adapter.num_frames, max_frames=adapter.max_frames)
+    return FrameChoice(None, {}, file.reading.over(own))
 
 
 def _by_modality(adapters: Mapping[str, ComponentAdapter]) -> dict[str, dict[str, ComponentAdapter]]:

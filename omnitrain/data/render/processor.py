@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -67,6 +68,12 @@ class OmniProcessor:
                     f"model.decoders: {' and '.join(decoders)} write {modality} after the same start token; set "
                     f"`data.chat.starts: {{{max(decoders)}: ...}}` to another one"
                 )
+
+    def rendering(self, renderer: Renderer) -> OmniProcessor:
+        """Return a copy with another chat format, for the same components."""
+        other = copy(self)
+        other.renderer = renderer
+        return other
 
     def sample(
         self,
@@ -185,8 +192,15 @@ class OmniProcessor:
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
         native, written = self.renderer.native_modalities, self.renderer.written_modalities
         for part in parts:
-            if self._media.handles(part) or part.modality in (written if part.is_target else native):
+            if self._media.handles(part):
                 continue
+            if part.modality in (written if part.is_target else native):
+                if part.components is None:
+                    continue
+                raise UserError(
+                    f"row {row.id!r} of {row.source!r}: a part of {part.modality} names {', '.join(part.components)}, "
+                    "but no attached component is for it: the foundation is; remove the names"
+                )
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
             able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
             of_foundation = self.renderer.unwritten_modalities if part.is_target else self.renderer.refused_modalities

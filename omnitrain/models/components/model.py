@@ -35,7 +35,7 @@ class ComponentModel(ContainerModel):
 
     @property
     def runner(self) -> Any:
-        """What runs the foundation, and knows how it was tested: a ``FoundationRunner``."""
+        """The runner of the foundation, which knows how it was tested: a ``FoundationRunner``."""
         raise NotImplementedError
 
     def find_draws(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from omnitrain.data.packing.sample import Features
+from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.render.component_media import ComponentAdapter as ComponentAdapter
 from omnitrain.errors import UserError
 from omnitrain.ops.loss.cross_entropy import LossTerm
@@ -85,7 +85,7 @@ class DecoderMixin(ComponentMixin):
 
         And their labels, ``[sum(num_tokens), ...]`` of any dtype: codes, or floats, to which no gradient goes.
         Items are concatenated along dim 0, with ``num_tokens`` each. Random numbers must be functions of the ``seeds``
-        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.noise`), so that any ranks draw the
+        of items (:data:`~omnitrain.data.packing.sample.SEEDS`, :mod:`omnitrain.ops.draws`), so that any ranks draw the
         same ones; those that the loss needs belong to the labels.
         """
         raise NotImplementedError
@@ -118,8 +118,12 @@ class DecoderMixin(ComponentMixin):
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
         return None
 
+    def grid(self, tokens: Sequence[Any]) -> Grid | None:
+        """Return where the tokens of an item that begins with ``tokens`` stand; None: one after the other."""
+        return None
+
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode ``tokens`` to a ``PIL.Image`` or a ``Waveform``."""
+        """Decode ``tokens`` to a ``PIL.Image``, a ``Waveform``, or a ``Clip`` of a film."""
         raise NotImplementedError
 
 

@@ -14,8 +14,8 @@ from omnitrain.data.packing.sample import SEEDS
 from omnitrain.models.components.protocols import Draw, TensorFeatures
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.latents import ImageLatents
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.ops.loss.cross_entropy import LossTerm
-from omnitrain.ops.noise import normals, uniforms
 from omnitrain.recipe.component_configs import FlowDecoderConfig
 
 NOISE, TIME = 0, 1  # streams of random numbers
@@ -84,12 +84,11 @@ class LatentDecoder(CodecDecoder):
     @property
     def settings(self) -> set[str]:
         """See :class:`CodecDecoder`."""
-        return {"image_size", "flow"}
+        return {"image_size", "num_frames", "fps", "flow"}
 
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode latents to a ``PIL.Image``."""
-        with torch.no_grad():
-            return self.codec.decode(torch.tensor(tokens, device=next(self.parameters()).device))
+        """Decode latents to a ``PIL.Image`` or a ``Clip``."""
+        return self.decoded(torch.tensor(tokens, device=next(self.parameters()).device))
 
 
 class FlowDecoder(LatentDecoder):

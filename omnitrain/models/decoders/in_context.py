@@ -1,4 +1,4 @@
-"""``InContextDecoder`` generates images as latents that are denoised among the tokens of the foundation."""
+"""``InContextDecoder`` generates images or films as latents that are denoised among the tokens of the foundation."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from omnitrain.data.packing.sample import SEEDS
 from omnitrain.models.components.protocols import ComponentAdapter, Draw, TensorFeatures
 from omnitrain.models.decoders.flow import FREQUENCIES, NOISE, TIME, LatentDecoder, waves
 from omnitrain.ops.device import to_device
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.ops.loss.cross_entropy import LossTerm
-from omnitrain.ops.noise import normals, uniforms
 from omnitrain.recipe.component_configs import InContextDecoderConfig
 
 
 class InContextDecoder(LatentDecoder):
-    """The latents of an image are tokens that see each other, with noise of one time; the head predicts velocities.
+    """The latents of an item are tokens that see each other, with noise of one time; the head predicts velocities.
 
     So the foundation denoises them, as in Transfusion, Show-o2 and BAGEL. A label is the velocity from noise to data.
     """
@@ -34,7 +34,7 @@ class InContextDecoder(LatentDecoder):
         self.post_init()
 
     def adapter(self) -> ComponentAdapter:
-        """Return the converter from target images to input features, for data workers."""
+        """Return the converter from target media to input features, for data workers."""
         adapter = super().adapter()
         adapter.is_block = True
         return adapter
@@ -42,7 +42,7 @@ class InContextDecoder(LatentDecoder):
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]``, and labels ``[sum(num_tokens), channels]`` fp32.
 
-        The time is drawn for each image. In prompts it is 1: there is no noise.
+        The time is drawn for each item. In prompts it is 1: there is no noise.
         """
         seeds = features[SEEDS]
         with torch.no_grad():
@@ -67,8 +67,8 @@ class InContextDecoder(LatentDecoder):
         return torch.zeros(1, self.codec.num_channels)
 
     def lm_embed(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor | None]:
-        """Move the latents of images by one step (see :class:`DecoderMixin`)."""
-        steps, count = self.config.num_steps, self.codec.side**2
+        """Move the latents of items by one step (see :class:`DecoderMixin`)."""
+        steps, count = self.config.num_steps, self.codec.length(()) * (self.num_frames or 1)
         if draw.state is None:
             step, latents = 0, draw.noise(count * self.codec.num_channels).unflatten(1, (count, -1))
         else:

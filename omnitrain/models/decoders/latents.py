@@ -10,39 +10,59 @@ import torch
 from PIL import Image
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
-from omnitrain.data.packing.sample import SEEDS, Features
+from omnitrain.data.packing.sample import SEEDS, Features, Grid
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import TensorFeatures, one_item
 from omnitrain.models.decoders.media_tokenizers import ImageTargetAdapter, image_of
 from omnitrain.recipe.component_configs import PatchCodecConfig
 
 
-class PatchCodec(PreTrainedModel):
-    """Patches of pixels in [-1, 1] as latents; nothing is lost, and nothing is learnt.
-
-    Any model whose latents :class:`ImageLatents` converts has these attributes and methods.
+class LatentModel(PreTrainedModel):
+    """A model that encodes images as latents, and decodes them; also the tower of an encoder.
 
     Attributes:
         stride: side of the square that is one token, pixels.
         num_channels: numbers in a latent.
     """
 
+    def __init__(self, config: Any, stride: int, num_channels: int) -> None:
+        """Set the attributes, also of the config."""
+        super().__init__(config)
+        self.stride, self.num_channels = stride, num_channels
+        config.patch_size, config.hidden_size = stride, num_channels
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
+        raise NotImplementedError
+
+    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return pixels for latents, as :meth:`encode` takes them."""
+        raise NotImplementedError
+
+    def forward(self, pixel_values: torch.Tensor) -> BaseModelOutput:
+        """Return the latents of images as the features of a tower, ``[n, rows * columns, num_channels]``."""
+        return BaseModelOutput(last_hidden_state=self.encode(pixel_values).flatten(2).mT)
+
+
+class PatchCodec(LatentModel):
+    """Patches of pixels in [-1, 1] as latents; nothing is lost, and nothing is learnt."""
+
     config: PatchCodecConfig
     config_class = PatchCodecConfig
 
     def __init__(self, config: PatchCodecConfig) -> None:
         """Take the size of the patches."""
-        super().__init__(config)
-        self.stride, self.num_channels = config.patch_size, 3 * config.patch_size**2
+        super().__init__(config, config.patch_size, 3 * config.patch_size**2)
         self.post_init()
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
+        """See :class:`LatentModel`."""
         return nn.functional.pixel_unshuffle(pixels, self.stride)
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return pixels for latents, as :meth:`encode` takes them."""
+        """See :class:`LatentModel`."""
         return nn.functional.pixel_shuffle(latents, self.stride)
 
 
@@ -81,6 +101,10 @@ class ImageLatents:
     def length(self, tokens: Sequence[Any]) -> int:
         """Return the number of tokens of an item."""
         return int(self.side**2)
+
+    def grid(self, tokens: Sequence[Any]) -> Grid:
+        """Return where the tokens of an item stand."""
+        return Grid(0, 1, self.side, self.side)
 
     def adapter(self) -> ImageTargetAdapter:
         """Return the converter from target images to input features."""

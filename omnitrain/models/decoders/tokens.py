@@ -109,7 +109,6 @@ class TokenDecoder(CodecDecoder):
         return allowed
 
     def lm_generate(self, tokens: list[int]) -> Any:
-        """Decode ``tokens`` to a ``PIL.Image`` or ``Waveform``; an end token is ignored."""
+        """Decode ``tokens`` to a ``PIL.Image``, ``Waveform`` or ``Clip``; an end token is ignored."""
         codes = [token for token in tokens if token < self.codec.num_codes]
-        with torch.no_grad():
-            return self.codec.decode(torch.tensor(codes, dtype=torch.long, device=next(self.head.parameters()).device))
+        return self.decoded(torch.tensor(codes, dtype=torch.long, device=next(self.head.parameters()).device))

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig
 
 from omnitrain.errors import UserError
+from omnitrain.models.decoders.latents import LatentModel
 from omnitrain.packages import install_command
 from omnitrain.recipe.component_configs import LatentVAEConfig
 from omnitrain.transformers_private import keep_weights
@@ -16,11 +17,8 @@ from omnitrain.transformers_private import keep_weights
 _CLASS = "AutoencoderKL"
 
 
-class LatentVAE(PreTrainedModel):
-    """The mean of the latents of a VAE, shifted and scaled to a standard deviation near 1.
-
-    Attributes: as of :class:`~omnitrain.models.decoders.latents.PatchCodec`.
-    """
+class LatentVAE(LatentModel):
+    """The mean of the latents of a VAE, shifted and scaled to a standard deviation near 1."""
 
     config: LatentVAEConfig
     config_class = LatentVAEConfig
@@ -32,9 +30,10 @@ class LatentVAE(PreTrainedModel):
         Raises:
             UserError: diffusers is not installed, or the config has no scale of the latents.
         """
-        super().__init__(config)
         values = config.vae or {}
-        self.vae = _class().from_config(values) if vae is None else vae
+        ready: Any = _class().from_config(values) if vae is None else vae
+        super().__init__(config, 2 ** (len(ready.config.block_out_channels) - 1), ready.config.latent_channels)
+        self.vae = ready
         self.scale, self.shift = self.vae.config.scaling_factor, self.vae.config.shift_factor or 0.0
         if not self.scale:
             raise UserError(
@@ -47,18 +46,16 @@ class LatentVAE(PreTrainedModel):
                 "`scaling_factor` and `shift_factor` alone"
             )
         config.vae = values | {"scaling_factor": self.scale, "shift_factor": self.shift}  # not defaults of a version
-        self.num_channels: int = self.vae.config.latent_channels
-        self.stride: int = 2 ** (len(self.vae.config.block_out_channels) - 1)
         keep_weights(self.vae)
         self.post_init()
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
+        """See :class:`LatentModel`."""
         latents: torch.Tensor = self.vae.encode(pixels).latent_dist.mode()
         return (latents - self.shift) * self.scale
 
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return pixels for latents, as :meth:`encode` takes them."""
+        """See :class:`LatentModel`."""
         pixels: torch.Tensor = self.vae.decode(latents / self.scale + self.shift).sample
         return pixels
 

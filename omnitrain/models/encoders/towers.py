@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.hf.load import Source, model_class, resolve
+from omnitrain.models.hf.load import Source, as_config, as_dict, model_class, resolve
 from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_files
+from omnitrain.recipe.component_configs import JoinedTowersConfig
+from omnitrain.transformers_private import ContainerModel
 
 WAVEFORM = "input_values"  # the argument of towers that read samples of sound
 
@@ -64,6 +68,53 @@ def _tower_of(model: PreTrainedModel, modality: str) -> PreTrainedModel:
     if tower is None or tower is model:
         raise UserError(f"{type(model).__name__} has no {modality} encoder: its `get_encoder` returns none")
     return tower
+
+
+class JoinedTowers(ContainerModel):
+    """Towers that read the same images, each as pixels of its own, and whose features of a patch are joined."""
+
+    config: JoinedTowersConfig
+    config_class = JoinedTowersConfig
+
+    def __init__(self, config: JoinedTowersConfig, towers: Sequence[PreTrainedModel] = ()) -> None:
+        """``towers``: with weights; none: towers with random weights."""
+        super().__init__(config)
+        self.towers = nn.ModuleList(
+            towers or [tower_from_config(as_config(one), "image") for one in config.towers or ()]
+        )
+        self.post_init()
+
+    @classmethod
+    def of(cls, place: str, towers: Sequence[PreTrainedModel]) -> JoinedTowers:
+        """Join towers with weights; ``place``: the encoder's key. UserError: one reads no images of one size."""
+        for number, tower in enumerate(towers):
+            if takes_grid(tower) or not hasattr(tower.config, "patch_size"):
+                raise UserError(
+                    f"{place}.{f'more_towers.{number - 1}' if number else 'tower'}: {type(tower).__name__} reads no "
+                    "images of one size; expected a tower such as SigLIP, CLIP or DINOv2, whose features can be joined"
+                )
+        sizes = [tower.config.hidden_size for tower in towers]
+        return cls(JoinedTowersConfig(towers=[as_dict(one.config) for one in towers], hidden_size=sum(sizes)), towers)
+
+    def forward(self, pixels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return ``[N, rows, columns, hidden_size]`` of the pixels of each tower, ``[N, channels, height, width]``."""
+        return torch.cat([patch_grid(*pair) for pair in zip(self.towers, pixels, strict=True)], dim=-1)
+
+
+AutoModel.register(JoinedTowersConfig, JoinedTowers)
+
+
+def takes_grid(tower: PreTrainedModel) -> bool:
+    """Whether a tower reads patches of images of any size, with ``grid_thw`` (Qwen-VL)."""
+    return "grid_thw" in inspect.signature(tower.forward).parameters
+
+
+def patch_grid(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """Run a tower of images of one size: ``[N, channels, height, width] -> [N, rows, columns, width]``."""
+    height, width = (side // tower.config.patch_size for side in pixels.shape[-2:])
+    dtype = next((parameter.dtype for parameter in tower.parameters()), pixels.dtype)
+    patches: torch.Tensor = tower(pixel_values=pixels.to(dtype)).last_hidden_state
+    return patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))  # after class and other tokens
 
 
 class ProjectorSettings(NamedTuple):

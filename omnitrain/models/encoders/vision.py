@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from typing import Any
 
@@ -10,17 +9,26 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
 
 from omnitrain.data.packing.sample import Features
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures, one_item
-from omnitrain.models.encoders.towers import FeatureProjector, ProjectorSettings, merge_grid, tower_from_config
+from omnitrain.models.encoders.towers import (
+    FeatureProjector,
+    JoinedTowers,
+    ProjectorSettings,
+    merge_grid,
+    patch_grid,
+    takes_grid,
+    tower_from_config,
+)
 from omnitrain.models.hf.load import as_config
-from omnitrain.recipe.component_configs import VisionEncoderConfig
+from omnitrain.recipe.component_configs import JoinedTowersConfig, VisionEncoderConfig
 from omnitrain.transformers_private import ContainerModel
 
+PIXELS = "pixel_values"
 STILL = -1  # frame index of a still image
 
 
@@ -33,7 +41,8 @@ class VisionAdapter(ComponentAdapter):
         """Build the image processor of ``config``."""
         self.max_frames, self.fps = config.max_frames, config.fps
         self.processor = image_processor(dict(config.processor or {}))
-        self.tower = as_config(config.tower or {})
+        self.more = [image_processor(dict(one)) for one in config.more_processors or ()]
+        self.tower, *self.more_towers = _configs_of(as_config(config.tower or {}))
         self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -46,13 +55,32 @@ class VisionAdapter(ComponentAdapter):
             features["image_grid_thw"] = output["image_grid_thw"].astype(np.int64)
             merged = int(output["image_grid_thw"].prod(axis=1).sum()) // self.tower.spatial_merge_size**2
             return features, merged
-        height, width = (side // self.tower.patch_size for side in output["pixel_values"].shape[-2:])
+        height, width = _patches(output["pixel_values"], self.tower)
+        for number, (tower, processor) in enumerate(zip(self.more_towers, self.more, strict=True), 1):
+            pixels = processor(images=frames, return_tensors="np")["pixel_values"]
+            if (found := _patches(pixels, tower)) != (height, width):
+                raise UserError(
+                    f"`more_towers`: {tower.model_type} gives {found[0]} x {found[1]} patches, and "
+                    f"{self.tower.model_type} {height} x {width}; only as many can be joined: use towers whose image "
+                    "size / patch size are equal, or two encoders, whose features stand one after the other"
+                )
+            features[f"{PIXELS}_{number}"] = pixels
         if height % self.merge or width % self.merge:
             raise ValueError(
                 f"{height} x {width} patches cannot be joined in blocks of {self.merge} x {self.merge}; change the "
                 "image size or projector.factor"
             )
         return features, len(frames) * (height // self.merge) * (width // self.merge)
+
+
+def _configs_of(tower: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """Return the configs of joined towers, or of the only one."""
+    return [as_config(one) for one in tower.towers or ()] if isinstance(tower, JoinedTowersConfig) else [tower]
+
+
+def _patches(pixels: np.ndarray, tower: PreTrainedConfig) -> tuple[int, int]:
+    height, width = (side // tower.patch_size for side in pixels.shape[-2:])
+    return height, width
 
 
 def image_processor(settings: dict[str, Any]) -> Any:
@@ -76,7 +104,7 @@ class VisionEncoder(ContainerModel, EncoderMixin):
         """``tower``: with weights; None: random ones. UserError: both it and the projector would merge patches."""
         super().__init__(config)
         self.tower = tower if tower is not None else tower_from_config(as_config(config.tower or {}), "image")
-        self.takes_grid = "grid_thw" in inspect.signature(self.tower.forward).parameters
+        self.takes_grid = takes_grid(self.tower)
         settings = ProjectorSettings(**(config.projector or {}))
         if self.takes_grid and settings.kind == "pixel_shuffle":
             raise UserError(f"{type(self.tower).__name__} merges patches itself; use projector.kind: linear or mlp")
@@ -94,9 +122,10 @@ class VisionEncoder(ContainerModel, EncoderMixin):
         """Encode images and frames in one call: ``num_tokens`` features per item, ``[sum(num_tokens), hidden]``.
 
         ``features``: ``pixel_values`` ``[frames, channels, height, width]`` fp32, or for towers with ``grid_thw``
-        ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``frame_index``
-        ``[frames]`` int64, -1 for still images. Raises ValueError: the tower gives another number of features;
-        UserError: the tower has side outputs (deepstack), which the foundation cannot take.
+        ``[patches, channels * patch_volume]`` with ``image_grid_thw`` ``[frames, 3]`` int64; ``pixel_values_1``, ... of
+        the other joined towers; ``frame_index`` ``[frames]`` int64, -1 for still images.
+        Raises ValueError: the tower gives another number of features; UserError:
+        the tower has side outputs (deepstack), which the foundation cannot take.
         """
         encoded, tokens_per_frame = self._encoded(features, num_tokens)
         return self.projector(encoded) + self._time(features["frame_index"]).repeat_interleave(
@@ -119,17 +148,18 @@ class VisionEncoder(ContainerModel, EncoderMixin):
 
     def _encoded(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """``[n, width]``, the joined patches of all frames; and ``[frames]``, the number of them of each frame."""
-        pixels = features["pixel_values"].to(self.tower.dtype)
         if self.takes_grid:
             grid = features["image_grid_thw"]
-            output = self.tower(pixels, grid_thw=grid)
+            output = self.tower(features[PIXELS].to(self.tower.dtype), grid_thw=grid)
             _refuse_side_outputs(self.tower, output)
             encoded = output.last_hidden_state if output.pooler_output is None else output.pooler_output
             tokens_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
         else:
-            height, width = (side // self.tower.config.patch_size for side in pixels.shape[-2:])
-            patches = self.tower(pixel_values=pixels).last_hidden_state  # after class and register tokens
-            grid = patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))
+            if isinstance(self.tower, JoinedTowers):
+                names = [PIXELS, *(f"{PIXELS}_{number}" for number in range(1, len(self.tower.towers)))]
+                grid = self.tower([features[name] for name in names])
+            else:
+                grid = patch_grid(self.tower, features[PIXELS])
             merged = merge_grid(grid, self.projector.factor)
             encoded = merged.flatten(0, 1)
             tokens_per_frame = torch.full_like(features["frame_index"], merged.size(1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -22,11 +22,12 @@ from omnitrain.models.components.protocols import DecoderMixin, EncoderMixin
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.flow import FlowDecoder
 from omnitrain.models.decoders.in_context import InContextDecoder
+from omnitrain.models.decoders.latents import LatentModel
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.decoders.vae import vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
-from omnitrain.models.encoders.towers import reads_waveforms, tower_from_source
+from omnitrain.models.encoders.towers import JoinedTowers, reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
 from omnitrain.models.hf.load import (
     Source,
@@ -331,57 +332,91 @@ def _specified(place: str, node: type[Node], spec: Any, part: str) -> tuple[PreT
 def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: torch.dtype) -> PreTrainedModel:
     if isinstance(spec, EncoderMixin):
         return cast(PreTrainedModel, spec)
-    ready, spec = _specified(f"model.encoders.{name}", Encoder, spec, "tower")
-    is_audio = _is_audio(name, spec)
-    source = ready if ready is not None else _described(spec.tower, init_device)
-    tower = tower_from_source(source, "audio" if is_audio else "image", dtype)
-    shared: dict[str, Any] = {
-        "tower": as_dict(tower.config),
-        "projector": spec.projector.model_dump(),
-        "hidden_size": hidden_size,
-    }
-    if is_audio:
-        derived: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
-        if not reads_waveforms(type(tower), tower.config):
-            bins = getattr(tower.config, "num_mel_bins", None)
-            derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
-        extractor = _settings(spec, AutoFeatureExtractor.from_pretrained, lambda: derived)
-        return AudioEncoder(AudioEncoderConfig(**shared, processor=extractor), tower).to(dtype)
+    place = f"model.encoders.{name}"
+    ready, spec = _specified(place, Encoder, spec, "tower")
+    tower = _tower(place, spec.tower, ready, init_device, dtype)
+    shared: dict[str, Any] = {"projector": spec.projector.model_dump(), "hidden_size": hidden_size}
+    if not _is_audio(place, tower.config):
+        more = [
+            _tower(f"{place}.more_towers.{number}", source, None, init_device, dtype)
+            for number, source in enumerate(spec.more_towers)
+        ]
+        return _vision_encoder(place, spec, [tower, *more], shared).to(dtype)
+    if spec.more_towers:
+        raise UserError(f"{place}.more_towers: only vision towers can be joined, and `tower` reads sound; remove it")
+    derived: dict[str, Any] = {"feature_extractor_type": "Wav2Vec2FeatureExtractor"}
+    if not reads_waveforms(type(tower), tower.config):
+        bins = getattr(tower.config, "num_mel_bins", None)
+        derived = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": bins}
+    extractor = _settings(spec.processor, spec.tower.path, AutoFeatureExtractor.from_pretrained, derived)
+    config = AudioEncoderConfig(**shared, tower=as_dict(tower.config), processor=extractor)
+    return AudioEncoder(config, tower).to(dtype)
+
+
+def _tower(
+    place: str, source: HFSource, ready: PreTrainedModel | None, init_device: str, dtype: torch.dtype
+) -> PreTrainedModel:
+    found = ready or _vae(source, init_device)
+    if found is not None:
+        config = found.config
+    else:
+        config = as_config(source.config) if source.config else config_at(str(source.path))
+    modality = "audio" if _is_audio(place, config) else "image"
+    return tower_from_source(_described(source, init_device) if found is None else found, modality, dtype)
+
+
+def _vision_encoder(
+    place: str, spec: Encoder, towers: Sequence[PreTrainedModel], shared: Mapping[str, Any]
+) -> VisionEncoder:
+    """Build an encoder around a tower, or around several that are joined; each has an image processor."""
+    tower = JoinedTowers.of(place, towers) if len(towers) > 1 else towers[0]
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
-    processor = _settings(spec, load, partial(_image_processor_for, tower.config))
-    processor |= _pixel_limits(name, spec, processor)
-    vision = VisionEncoderConfig(**shared, processor=processor, max_frames=spec.max_frames, fps=spec.fps)
-    return VisionEncoder(vision, tower).to(dtype)
+    processors = []
+    for one, source in zip(towers, (spec.tower, *spec.more_towers), strict=True):
+        given = spec.processor if source is spec.tower else None
+        path = None if isinstance(one, LatentModel) else source.path
+        processors.append(_settings(given, path, load, _image_processor_for(one.config)))
+        if processors[-1].get("size", 0) is None:
+            raise UserError(
+                f"{place}: {type(one).__name__} takes images of any size; set the one that it gets: `processor: "
+                "{size: {height: 256, width: 256}}`"
+            )
+    processors[0] |= _pixel_limits(place, spec, processors[0])
+    more = {"more_processors": processors[1:]} if len(towers) > 1 else {}
+    frames = {"max_frames": spec.max_frames, "fps": spec.fps}
+    config = VisionEncoderConfig(**shared, tower=as_dict(tower.config), processor=processors[0], **more, **frames)
+    return VisionEncoder(config, tower)
 
 
-def _pixel_limits(name: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
+def _pixel_limits(place: str, spec: Encoder, settings: dict[str, Any]) -> dict[str, Any]:
     if spec.min_pixels is None and spec.max_pixels is None:
         return {}
     limits = Reading(min_pixels=spec.min_pixels, max_pixels=spec.max_pixels)
     try:
         return pixel_arguments(image_processor(dict(settings)), {}, limits)
     except UserError as error:
-        raise UserError(f"model.encoders.{name}.{error}") from None
+        raise UserError(f"{place}.{error}") from None
 
 
-def _is_audio(name: str, spec: Encoder) -> bool:
+def _is_audio(place: str, config: PreTrainedConfig) -> bool:
     """Whether the tower's config has spectrogram bins, or its class takes waveforms (audio); or it has patches."""
-    config = as_config(spec.tower.config) if spec.tower.config else config_at(str(spec.tower.path))
     nodes = [config, *(getattr(config, key) for key in config.sub_configs)]
     if any(hasattr(node, "num_mel_bins") for node in nodes) or reads_waveforms(model_class(config), config):
         return True
     if any(hasattr(node, "patch_size") for node in nodes):
         return False
-    raise UserError(f"model.encoders.{name}: {config.model_type!r} is neither a vision nor an audio tower")
+    raise UserError(f"{place}: {config.model_type!r} is neither a vision nor an audio tower")
 
 
-def _settings(spec: Encoder, load: Callable[[str], Any], derive: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    given = {} if spec.processor is None else spec.processor
-    folder = given if isinstance(given, str) else None if given else spec.tower.path
+def _settings(
+    given: str | dict[str, Any] | None, path: str | None, load: Callable[[str], Any], derived: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the settings of a processor: ``given`` (a folder, or some of them), or those saved at ``path``."""
+    folder = given if isinstance(given, str) else None if given else path
     if folder is not None:
         return {k: v for k, v in json.loads(load(folder).to_json_string()).items() if k != "processor_class"}
-    assert isinstance(given, dict)  # a string is a folder, handled above
-    return derive() | given
+    assert not isinstance(given, str)  # a string is a folder
+    return derived | (given or {})
 
 
 def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
@@ -392,7 +427,8 @@ def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
             "temporal_patch_size": config.temporal_patch_size,
             "merge_size": config.spatial_merge_size,
         }
-    size, half = dict.fromkeys(("height", "width"), config.image_size), [0.5, 0.5, 0.5]
+    side, half = getattr(config, "image_size", None), [0.5, 0.5, 0.5]
+    size = None if side is None else dict.fromkeys(("height", "width"), side)
     return {"image_processor_type": "SiglipImageProcessor", "size": size, "image_mean": half, "image_std": half}
 
 
@@ -428,7 +464,7 @@ def _codec_decoder(
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),
-        "image_size": spec.image_size,
+        **{key: getattr(spec, key) for key in ("image_size", "num_frames", "fps")},
     }
     if hasattr(tokenizer, "num_channels"):
         flow = spec.flow.model_dump(exclude={"kind"})
@@ -443,8 +479,11 @@ def _codec_decoder(
 
 def _tokenizer(source: HFSource, init_device: str) -> PreTrainedModel:
     """Load or build a media tokenizer, of transformers or of diffusers."""
-    vae = None if source.path is None else vae_at(source.path, with_weights=init_device != "meta")
-    return vae or resolve(_described(source, init_device), dtype=torch.float32)
+    return _vae(source, init_device) or resolve(_described(source, init_device), dtype=torch.float32)
+
+
+def _vae(source: HFSource, init_device: str) -> LatentModel | None:
+    return None if source.path is None else vae_at(source.path, with_weights=init_device != "meta")
 
 
 def cast_decoder(decoder: PreTrainedModel, dtype: torch.dtype) -> None:

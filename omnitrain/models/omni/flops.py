@@ -185,7 +185,7 @@ def _per(few: Passes, many: Passes, units: int) -> Passes:
 
 
 def _shapes(item: MediaGroup) -> tuple[Any, ...]:
-    """What an item's FLOPs depend on: shapes, and the values of integers such as the grid of its patches."""
+    """The facts on which an item's FLOPs depend: shapes, and the values of integers such as the grid of its patches."""
     return tuple(
         (name, tuple(tensor.shape), tensor.dtype, None if tensor.is_floating_point() else _digest(tensor))
         for name, tensor in sorted(item.features.items())

@@ -23,12 +23,14 @@ class Inference:
 
     Attributes:
         peers: the ranks with other tokens.
+        everyone: all ranks of the model, those that only encode for others, too.
         sharing: the ranks that share the tokens of a sequence in a step; each generates for some of their prompts.
         has_foundation: whether this rank runs the foundation, and does not only encode for others.
         is_cut: whether the foundation is cut into stages.
     """
 
     peers: Peers = SINGLE_PROCESS
+    everyone: Peers = SINGLE_PROCESS
     sharing: Peers = SINGLE_PROCESS
     has_foundation = True
     is_cut = False

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.models.encoders.towers import ProjectorSettings
+from omnitrain.models.encoders.towers import JoinedTowers, ProjectorSettings
 from omnitrain.models.encoders.vision import VisionEncoder
 from omnitrain.models.hf.load import as_dict, foundation_class
 from omnitrain.models.omni.model import OmniModel
@@ -69,7 +69,7 @@ def _only_vision_encoder(model: OmniModel) -> VisionEncoder:
     if len(encoders) != 1 or model.decoders or not isinstance(encoders[0], VisionEncoder):
         names = ", ".join(sorted([*model.encoders, *model.decoders]))
         raise UserError(f"no class of transformers has these components: {names}")
-    if encoders[0].takes_grid:
+    if encoders[0].takes_grid or isinstance(encoders[0].tower, JoinedTowers):
         raise UserError(f"no class of transformers joins a {type(encoders[0].tower).__name__} to any language model")
     return encoders[0]
 

@@ -13,8 +13,7 @@ from transformers import AttentionInterface, PreTrainedModel, masking_utils, mod
 from transformers.masking_utils import AttentionMaskInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.choose import AUTO, backend_names
-from omnitrain.ops.attention.entry import omnitrain_attention, omnitrain_mask
+from omnitrain.ops.attention.entry import AUTO, backend_names, omnitrain_attention, omnitrain_mask
 from omnitrain.ops.attention.packed_context import packed_sequence
 from omnitrain.ops.attention.unpacked import SDPA
 from omnitrain.ops.config_value import config_value

@@ -128,7 +128,7 @@ def has_blocks() -> bool:
 
 
 def with_blocks(mask_function: MaskFunction) -> MaskFunction:
-    """Return a mask in which tokens see what they saw, and their block."""
+    """Return a mask in which tokens also see all tokens of their block."""
     block_ids = _blocks.get()
     return mask_function if block_ids is None else or_masks(mask_function, partial(_of_one_block, block_ids))
 

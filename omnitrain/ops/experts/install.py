@@ -11,8 +11,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts.choose import AUTO, EXPERTS
-from omnitrain.ops.experts.entry import SETTINGS, omnitrain_experts, settings_of
+from omnitrain.ops.experts.entry import AUTO, EXPERTS, SETTINGS, omnitrain_experts, settings_of
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.transformers_private import experts_of, set_experts_of
 

@@ -159,10 +159,11 @@ class _LayersOf(TorchFunctionMode):
             return func(*args, **given)
         with torch.no_grad():
             chosen = func(*args, **given).indices
-            scores: Tensor = args[0] if args else given["input"]
-            if scores.size(-1) * self._num_tokens != scores.numel() or chosen.numel() % self._num_tokens:
-                return func(*args, **given)  # no decision about tokens
-            _, name, numbers = own_layers[-1]
-            flat = chosen.reshape(self._num_tokens, -1), scores.reshape(self._num_tokens, -1)
+        scores: Tensor = args[0] if args else given["input"]
+        if scores.size(-1) * self._num_tokens != scores.numel() or chosen.numel() % self._num_tokens:
+            return func(*args, **given)  # no decision about tokens
+        _, name, numbers = own_layers[-1]
+        flat = chosen.reshape(self._num_tokens, -1), scores.detach().reshape(self._num_tokens, -1)
+        with torch.no_grad():
             replayed_choice = self._decide((name, next(numbers)), *flat).view_as(chosen)
         return top_k_at(replayed_choice, *args, **given)

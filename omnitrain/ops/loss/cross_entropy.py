@@ -153,7 +153,7 @@ def _require_shardable(
     function: token_functions.TokenFunction | None,
     metrics: Mapping[str, token_functions.TokenFunction] | None,
 ) -> None:
-    """Raise UserError for what a vocabulary that several ranks share does not support."""
+    """Raise UserError for arguments that a vocabulary shared by several ranks does not support."""
     if backend not in ("auto", "torch"):
         raise UserError(f"cross_entropy: {backend} does not support a sharded vocabulary; use torch or auto")
     if function is not None or metrics:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.experts.choose import AUTO
+from omnitrain.ops.experts.entry import AUTO
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.parallel.expert.apply import ExpertLayer
 from omnitrain.parallel.expert.deepep import deepep_problem

@@ -66,7 +66,8 @@ class InferenceOnRanks(Inference):
         return self._groups[1]
 
     @property
-    def _everyone(self) -> Peers:
+    def everyone(self) -> Peers:  # type: ignore[override]
+        """See :class:`Inference`."""
         return self._groups[2]
 
     @cached_property
@@ -77,7 +78,7 @@ class InferenceOnRanks(Inference):
 
     @cached_property
     def _planner(self) -> StepPlanner:
-        everyone = self._everyone
+        everyone = self.everyone
         here = Rendezvous("", 0, everyone.rank, everyone.size)
         peers = DataProcessGroup(here, everyone.group)
         return replace(step_planner(self._model, here), peers=peers, reorders=False)
@@ -121,7 +122,7 @@ class InferenceOnRanks(Inference):
     def _steps(self, packs: Sequence[Pack]) -> Iterator[tuple[int, StepBatch]]:
         """Yield the number of packs before each step, and the step, until no rank has packs left."""
         if self.is_cut or len(self._held) < len(self._model.components):  # before any rank waits for another
-            all_or_raise(self._everyone, lambda: [*map(self._model.runner.in_forward.require_whole_model, packs)])
+            all_or_raise(self.everyone, lambda: [*map(self._model.runner.in_forward.require_whole_model, packs)])
         size = _LEAST_PACKS if self._pipeline is None else max(_LEAST_PACKS, 2 * self._pipeline.stages.num_stages)
         for first in count(0, size):
             batch = self._planner(packs[first : first + size])

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from omnitrain.errors import UserError
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 
 _HEAVY = ("transformers", "omnitrain.parallel.parallelize")  # if this process has imported them, the ranks will
 

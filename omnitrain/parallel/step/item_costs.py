@@ -51,14 +51,14 @@ class Measured(NamedTuple):
 
 
 def publish(rendezvous: Rendezvous, measured: Measured) -> None:
-    """Tell the planners of all ranks what was measured; rank 0 does."""
+    """Tell the planners of all ranks the measured costs; rank 0 does."""
     if rendezvous.store is not None:
         rendezvous.store.set(_KEY, json.dumps(measured))
 
 
 @dataclass(eq=False)
 class MeasuredCosts:
-    """What was measured, for each step of a run. Picklable."""
+    """The measured costs, for each step of a run. Picklable."""
 
     step: int  # number of steps that are done when planning begins
     unused_until: int  # the last step that is planned without them

@@ -11,8 +11,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
-from omnitrain.plan.wavefront.by_cost import CostOrder
-from omnitrain.plan.wavefront.step import SectionLimits, StepOrder
+from omnitrain.plan.wavefront.step import CostOrder, SectionLimits, StepOrder
 from omnitrain.recipe.parallel import FOUNDATION
 
 

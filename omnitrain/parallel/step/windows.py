@@ -1,4 +1,4 @@
-"""What decides the windows of a model's encoders."""
+"""The facts that decide the windows of a model's encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train in one process, and measure the effect of rounding: what each layout is compared with."""
+"""Train in one process, and measure the effect of rounding: the reference of each layout."""
 
 from __future__ import annotations
 

@@ -110,13 +110,13 @@ class _Routing:
     def forward_context(self, step: int, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
         """Wrap the forward of a micro-batch."""
         info = pack.info
+        rows = None if work.sequence_slice is None else work.sequence_slice.positions
         if self._replayed is not None:
-            rows = None if work.sequence_slice is None else work.sequence_slice.positions
             with self._replayed[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
                 self._changed.append(changed)
                 yield
         elif self.recordings is not None:
-            with self.recordings[step].recorded(self._model, info.ids, info.lengths):
+            with self.recordings[step].recorded(self._model, info.ids, info.lengths, rows):
                 yield
         else:
             yield

@@ -19,7 +19,7 @@ from omnitrain.models.contract.tiny_model import build_tiny_model, moved_tokens,
 from omnitrain.models.discovery import refusing
 from omnitrain.models.hf.load import as_config, as_dict
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.memory.allocator import available_memory
+from omnitrain.parallel.environment import available_memory
 from omnitrain.recipe.component_configs import OmniConfig
 
 # fp32 numbers per parameter. On a rank: weight, gradient, momentum, previous weight and three results (gradient,

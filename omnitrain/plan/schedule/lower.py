@@ -1,4 +1,4 @@
-"""Add to a schedule of forwards and backwards the sends and receives between stages, and what FSDP does."""
+"""Add to a schedule of forwards and backwards the messages between stages, and FSDP's gathers and reductions."""
 
 from __future__ import annotations
 

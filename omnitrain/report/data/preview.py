@@ -105,7 +105,7 @@ def _sample(sample: SampleView, color: str, frames: FramesOf) -> Iterator[Render
 
 
 def _medium(row: Row, part: MediaPart, frames: FramesOf) -> str:
-    """What a medium is, or why it cannot be read now."""
+    """The description of a medium, or why it cannot be read now."""
     try:
         return medium_of(row, part, frames).words
     except ValueError as error:
@@ -173,7 +173,7 @@ def _token(token: TokenView) -> Markup:
 
 
 def _letters(text: str) -> Iterator[str]:
-    """Yield what is seen of each character: line breaks have a sign, and characters without a look their number."""
+    """Yield each character as it is shown: a sign for a line break, the number of an invisible character."""
     for letter in text:
         if letter == "\n":
             yield "\u21b5\n"
@@ -203,7 +203,7 @@ class DataPreview(Shown):
     title: ClassVar[str] = "preview of the data"
 
     def lines(self) -> Iterator[RenderableType]:
-        """Yield what a terminal shows."""
+        """Yield the lines for a terminal."""
         for number, pack in enumerate(self.packs, 1):
             yield from pack_lines(number, pack, self.frames)
         yield from rejected_lines(self.rejected)

@@ -116,12 +116,12 @@ class DataStats(Shown):
 
     @property
     def kinds(self) -> list[str]:
-        """What tokens are: ``text``, ``image``, ``image predicted``, ..."""
+        """The kinds of tokens: ``text``, ``image``, ``image predicted``, ..."""
         return sorted({kind for source in self.sources for kind in source.tokens})
 
     @property
     def of_lowered(self) -> str:
-        """What to say of videos whose rate is lowered; empty if there are none."""
+        """A sentence on videos whose rate is lowered; empty if there are none."""
         found = [f"{one.lowered:,} of {one.name}" for one in self.sources if one.lowered]
         return f"videos that `max_frames` reads at a lower rate: {', '.join(found)}" if found else ""
 
@@ -232,7 +232,7 @@ class DataStats(Shown):
         )
 
     def _shares(self, title: str) -> Markup:
-        """Of each source, bars of what its tokens are."""
+        """Bars of the kinds of tokens of each source."""
         bars, lanes = [], self.sources[:_LANES]
         for lane, source in enumerate(lanes):
             start = 0.0

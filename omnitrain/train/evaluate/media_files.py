@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import soundfile
 from PIL import Image
 
 from omnitrain.data.chat.parts import content_parts
+from omnitrain.data.sources.clips import Clip
 from omnitrain.data.sources.rows import MODALITIES, Row
+from omnitrain.errors import UserError
+from omnitrain.packages import install_command
 from omnitrain.train.evaluate.evaluate import Answered, reference_text
 from omnitrain.train.metrics.trackers import ShownSample
 
@@ -53,20 +57,55 @@ def save_samples(
     return page, samples
 
 
-def write_parts(parts: Sequence[Any], folder: Path, stem: str) -> list[str | Path]:
-    """Write generated ``PIL.Image`` and ``Waveform`` as ``STEM_N.png`` and ``STEM_N.wav``; return texts and paths."""
-    shown: list[str | Path] = []
-    for position, part in enumerate(parts):
-        if isinstance(part, str):
-            shown.append(part)
-            continue
-        file = folder / f"{stem}_{position}.{'png' if isinstance(part, Image.Image) else 'wav'}"
-        if isinstance(part, Image.Image):
-            part.save(file)
-        else:
-            soundfile.write(file, part.samples, part.rate)
-        shown.append(file)
-    return shown
+def write_parts(parts: Sequence[Any], folder: Path, stem: str, films: str = "webp") -> list[str | Path]:
+    """Write generated media as ``STEM_N.png``, ``.wav`` and ``.webp`` (or ``.mp4``: ``films``); return texts, paths."""
+    return [
+        part if isinstance(part, str) else _write_part(part, folder / f"{stem}_{position}", films)
+        for position, part in enumerate(parts)
+    ]
+
+
+def _write_part(part: Any, stem: Path, films: str) -> Path:
+    kind = "png" if isinstance(part, Image.Image) else films if isinstance(part, Clip) else "wav"
+    file = stem.with_name(f"{stem.name}.{kind}")
+    if isinstance(part, Image.Image):
+        part.save(file)
+    elif isinstance(part, Clip):
+        write_film(part, file)
+    else:
+        soundfile.write(file, part.samples, part.rate)
+    return file
+
+
+def write_film(film: Clip, file: Path) -> None:
+    """Write the frames of a film, which lasts ``film.seconds``: a lossless animated WebP, or by PyAV an MP4 (H.264).
+
+    Raises:
+        UserError: an MP4 is asked for, and PyAV is not installed.
+    """
+    seconds, (first, *others) = film.seconds or len(film.frames), film.frames
+    if file.suffix == ".webp":
+        duration = round(1000 * seconds / len(film.frames))
+        first.save(file, save_all=True, append_images=others, duration=duration, loop=0, lossless=True)
+        return
+    require_mp4()
+    import av
+
+    is_even = not (first.width % 2 or first.height % 2)  # players want half the colours, which odd sides do not have
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("h264", rate=Fraction(len(film.frames) / seconds).limit_denominator(1000))
+        stream.width, stream.height, stream.pix_fmt = *first.size, "yuv420p" if is_even else "yuv444p"
+        for frame in film.frames:
+            container.mux(stream.encode(av.VideoFrame.from_image(frame)))
+        container.mux(stream.encode())
+
+
+def require_mp4() -> None:
+    """Raise UserError if PyAV, which writes MP4, is not installed."""
+    try:
+        import av  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"an MP4 needs PyAV ({error}); {install_command('video')}, or write WebP") from None
 
 
 def free_stem(folder: Path, stem: str) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, Sub
 from torch.numa.binding import AffinityMode, NumaOptions
 
 from omnitrain.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE, EXIT_USER_ERROR, TrainingError, UserError
-from omnitrain.parallel.memory.allocator import available_memory
+from omnitrain.parallel.environment import available_memory
 from omnitrain.torch_private import output_streams
 from omnitrain.train.interrupt import TOGETHER_SECONDS, handled
 from omnitrain.train.launch.environment import FIRST_TO_FAIL, LAUNCHER

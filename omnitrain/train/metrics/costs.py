@@ -42,17 +42,17 @@ class Costs:
     is_of_device: bool
 
     def share(self, *names: str) -> float:
-        """Return the share of the steps' time that all things cost whose name has one of these parts."""
+        """Return the share of the steps' time that operations take whose name has one of these parts."""
         found = (sum(row.values()) for of, row in self.rows.items() if any(name in of for name in names))
         return sum(found) / self.seconds
 
     def again(self) -> float:
-        """Return the share of what backwards computed again."""
+        """Return the share of forwards that backwards repeat."""
         return sum(row.get(AGAIN, 0.0) for row in self.rows.values()) / self.seconds
 
 
 def costs_of(events: Iterable[FunctionEvent]) -> Costs:
-    """Sum up what a profile has, in words.
+    """Sum up a profile in words.
 
     On a GPU the times of its kernels count, and communication may overlap with the others. On a CPU the times of the
     thread that trains count, each operation without those that it calls. ``events``: of a profile in which each step is
@@ -118,7 +118,7 @@ def _in_words(name: str, part: str) -> str:
 
 @dataclass(frozen=True)
 class Facts:
-    """What advice needs besides costs."""
+    """The facts that advice needs besides costs."""
 
     ranks: int  # number of ranks
     workers: int  # the recipe's `data.workers`
@@ -130,7 +130,7 @@ class Facts:
 
 
 def advice(costs: Costs, facts: Facts) -> Iterator[str]:
-    """Yield what to try, one line each; only where the figures say that it matters."""
+    """Yield advice, one line each; only where the figures say that it matters."""
     yield from _within_a_rank(costs, facts)
     yield from _between_ranks(costs, facts)
     if (share := costs.share(OPTIMIZER)) >= 0.15:
@@ -186,7 +186,7 @@ def _between_ranks(costs: Costs, facts: Facts) -> Iterator[str]:
 
 
 def cost_table(costs: Costs, steps: int, most: int = 10) -> Table:
-    """Return the ``most`` expensive things, and all others in one row, with their share of the time of ``steps``."""
+    """Return the ``most`` expensive operations, and the rest in one row, with their share of the time of ``steps``."""
     of = "kernels on the device; communication may overlap" if costs.is_of_device else "time of the training thread"
     table = Table(title=f"What a step costs ({of})", title_justify="left")
     table.add_column("", overflow="fold")

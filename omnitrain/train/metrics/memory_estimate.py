@@ -62,7 +62,7 @@ def kept_by_source(
 
 
 def measure_kept_memory(model: OmniModel, samples: Sequence[Sample]) -> KeptMemory:
-    """Count what the forward of small packs saves, with a sample of each kind of media in ``samples``."""
+    """Count the bytes that the forward of small packs saves, with a sample of each kind of media in ``samples``."""
     _kept(model, Pack.from_samples(samples[:1]))  # warm-up: tensors that a first forward caches do not count
     few, many = ([Pack.from_samples([sample] * copies) for sample in samples] for copies in _COPIES)
     units = [_units(pack) for pack in few]

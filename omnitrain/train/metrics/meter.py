@@ -70,7 +70,7 @@ _DATA = "data:"
 
 @dataclass(frozen=True)
 class PackLosses:
-    """The losses of one pack, without what the model's backward needs."""
+    """The losses of one pack, without the tensors that the model's backward needs."""
 
     info: PackInfo  # the samples of the pack
     sample: dict[str, torch.Tensor]  # head -> ``[n]`` int64, the index of the sample of each row; on the host
@@ -278,7 +278,7 @@ class MetricsFile:
         tell(self._trackers, lambda tracker: tracker.log(step, numbers))
 
     def show(self, step: int, samples: Sequence[ShownSample]) -> None:
-        """Give trackers generated answers, beside what was asked and the references."""
+        """Give trackers generated answers, beside the prompts and the references."""
         tell(self._showing, lambda tracker: tracker.show(step, samples), "samples")
 
     def __enter__(self) -> Self:

@@ -39,7 +39,7 @@ class Exposed:
 
 @dataclass(frozen=True)
 class EncoderTimes:
-    """What a step waited for an encoder, and how long the ranks of its section worked: means over ranks."""
+    """How long a step waited for an encoder, and how long the ranks of its section worked: means over ranks."""
 
     waited: float  # seconds for which a rank waited for features, of the ranks that need any
     # seconds of a rank in the actions of its schedule that encode or run the backward, waits for other ranks of its

@@ -69,7 +69,7 @@ def write_state(folder: Path, state: TrainingState, trainable: Sequence[str]) ->
 
 
 def read_state(folder: Path) -> tuple[TrainingState, list[str]]:
-    """Read what :func:`write_state` wrote; UserError: its samples are in an order that this version does not have."""
+    """Read the state that :func:`write_state` wrote; UserError: of an order of samples that this version lacks."""
     saved = torch.load(folder / _FILE, map_location="cpu", weights_only=True)
     state, data = saved["state"], LoaderState.from_saved(saved["state"]["data"])
     return TrainingState(**(state | {"data": data})), saved["trainable"]
@@ -223,7 +223,7 @@ class Saver:
         return written
 
     def close(self) -> None:
-        """End the process that writes. What it is writing stays unfinished."""
+        """End the process that writes. A checkpoint that it is writing stays unfinished."""
         self._begun = None
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""What a rank writes of a checkpoint, and the function that writes it, in the process that trains or in another one."""
+"""A rank's part of a checkpoint, and the function that writes it, in the process that trains or in another one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMA_FOLDER = "ema"  # of the averages of the weights
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank writes of a checkpoint: files of the model, pieces of its tensors, parts of the optimizer's state."""
+    """A rank's part of a checkpoint: files of the model, pieces of its tensors, parts of the optimizer's state."""
 
     step: int  # optimizer steps done
     files: ModelFiles
@@ -27,7 +27,7 @@ class Snapshot:
     small: Mapping[str, bytes]  # path in the folder -> content, of all other files. Empty on all ranks but the first
 
     def on_host(self) -> Snapshot:
-        """Return it with all tensors contiguous in the memory of the CPU; what is there is not copied."""
+        """Return it with all tensors contiguous in the memory of the CPU; tensors there are not copied."""
         states = {folder: state.on_host() for folder, state in self.states.items()}
         return Snapshot(self.step, self.files, [piece.on_host() for piece in self.weights], states, self.small)
 

@@ -84,7 +84,7 @@ class CheckpointWriter:
         return self._is_busy
 
     def close(self) -> None:
-        """End the process. What it is writing stays unfinished."""
+        """End the process. A checkpoint that it is writing stays unfinished."""
         self._connection.close()
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # a disk that does not answer

@@ -11,10 +11,11 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import MODALITIES, Row, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.models.omni.generate import Answer, generate, is_guided
+from omnitrain.models.omni.writers import WORDS, writers_of
 from omnitrain.recipe import DataSource, Sampling, Train
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.device import use_device
-from omnitrain.train.evaluate.media_files import free_stem, write_parts
+from omnitrain.train.evaluate.media_files import free_stem, require_mp4, write_parts
 from omnitrain.train.metrics.display import quiet_libraries
 
 
@@ -30,27 +31,30 @@ class Answerer:
         temperature: float = 0.0,
         guidance: float = 1.0,
         size: str | None = None,
+        films: str = "webp",
         seed: int = 0,
     ) -> None:
         """Load the model: a saved omni model, or the folder of a run (its newest checkpoint); else a UserError.
 
         Generated media are written to ``output_dir``. ``temperature`` 0 is greedy, ``guidance`` 1 none; decoders write
-        images of ``size`` (``WIDTHxHEIGHT``), or as the model chooses.
+        images of ``size`` (``WIDTHxHEIGHT``), or as the model chooses. ``films``: ``webp`` or ``mp4``.
         """
+        if films == "mp4":
+            require_mp4()
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
         self.limit, self._seed = max_new_tokens, seed
-        if guidance != 1 and not self._model.decoders:
-            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
         of_images = self._processor.writers.get("image", {})
-        if size is not None and not of_images:
-            raise UserError(f"size {size!r}: the model writes no images; leave it out")
-        self._sampling = {"text": Sampling(temperature=temperature)}
+        writers = writers_of(self._model, self._processor, None if of_images else size)
+        if guidance != 1 and not writers:
+            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        of_words = {"guidance": guidance, "size": size} if WORDS in writers else {}
+        self._sampling = {"text": Sampling(temperature=temperature, **of_words)}
         for name, decoder in self._model.decoders.items():
             own = size if name in of_images else None
             decoder.next_classes([], own)  # raises for a size that it cannot write
             self._sampling[name] = Sampling(temperature=temperature, guidance=guidance, size=own)
-        self._folder = Path(output_dir)
+        self._folder, self._films = Path(output_dir), films
 
     def answers(self, rows: Sequence[Row], first: int = 0) -> list[Answer | Rejected]:
         """Answer all rows in one batch; ``first``: number of the first, which its draws follow from."""
@@ -83,9 +87,9 @@ class Answerer:
         return answered, self.write(answered)
 
     def write(self, answer: Answer, stem: str | None = None) -> list[str | Path]:
-        """Write media as ``STEM_N.png`` and ``.wav``, under a free stem; return texts and paths."""
+        """Write media as files ``STEM_N``, under a free stem; return texts and paths."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"))
+        return write_parts(answer.parts, self._folder, stem or free_stem(self._folder, "answer"), self._films)
 
 
 def user_message(prompt: str, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:

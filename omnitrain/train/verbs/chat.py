@@ -14,6 +14,7 @@ from omnitrain.errors import UserError
 from omnitrain.recipe.suggest import hint
 from omnitrain.train.verbs.answer import Answerer, require_files, user_message, what_was_cut
 
+_WRITTEN = {".png": "image", ".wav": "audio", ".webp": "video", ".mp4": "video"}  # what an answer has in files
 HELP = (
     "/image FILE, /audio FILE, /video FILE: show a file with your next message; /new: forget the conversation; "
     "/exit (or Ctrl-D): end"
@@ -37,7 +38,7 @@ class Conversation:
         """Return the conversation with the model's message; ``parts`` are texts and files of media."""
         content, media = [], {modality: list(files) for modality, files in self.media.items()}
         for part in parts:
-            modality = "text" if isinstance(part, str) else "image" if part.suffix == ".png" else "audio"
+            modality = "text" if isinstance(part, str) else _WRITTEN[part.suffix]
             content.append({"type": modality, "text": part if isinstance(part, str) else None})
             if not isinstance(part, str):
                 media[modality].append(str(part))

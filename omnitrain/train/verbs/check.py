@@ -165,7 +165,7 @@ def _check_devices(device: torch.device, num_ranks: int, one_machine: bool) -> N
 
 
 def _check_surroundings(recipe: Recipe, problems: _Problems) -> None:
-    """Check what a run needs besides its model and data."""
+    """Check the device, folder and modules that a run needs besides its model and data."""
     problems.attempt(lambda: RunFolder(recipe))
     problems.attempt(lambda: load_scorer(recipe.evaluation.scorer if recipe.evaluation else None))
     problems.attempt(lambda: require_trackers(recipe))
@@ -308,6 +308,11 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
     folders = {"model.checkpoint": recipe.checkpoint}
     sources = {"model.foundation": recipe.foundation}
     sources |= {f"model.encoders.{name}.tower": encoder.tower for name, encoder in recipe.encoders.items()}
+    sources |= {
+        f"model.encoders.{name}.more_towers.{number}": tower
+        for name, encoder in recipe.encoders.items()
+        for number, tower in enumerate(encoder.more_towers)
+    }
     sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
     folders |= {key: source.path for key, source in sources.items() if source is not None}
     folders |= {f"model.teachers.{name}": path for name, path in recipe.teachers.items()}

@@ -23,7 +23,7 @@ from omnitrain.train.build_from_recipe import build_from_recipe, build_without_t
 from omnitrain.train.device import compute_dtype, mixed_precision
 from omnitrain.train.epochs import loader_of
 from omnitrain.train.metrics.display import quiet_libraries
-from omnitrain.train.planning.devices import DEVICES, MEASURED, Device, find_device
+from omnitrain.train.planning.devices import MEASURED, Device
 from omnitrain.train.planning.rank_run import Training, predict_rank
 from omnitrain.train.planning.search import Candidate, Planner, Search, steps_apart
 
@@ -101,6 +101,7 @@ def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5)
     Raises UserError: no layout fits, with the least number of devices (a power of two times this one) that would, or
     the recipe's own plan, its model and the number of ranks contradict each other.
     """
+    _require_whole_nodes(num_ranks, device)
     what = _what_trains(recipe, device)
     found = _planner(what, recipe, num_ranks, device).search(top=top)
     if not found.fitting:
@@ -114,6 +115,7 @@ def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5)
 
 def check_plan(recipe: Recipe, num_ranks: int, device: Device) -> str:
     """Return a line about the recipe's own layout: its step and memory, whether it fits, and a faster neighbour."""
+    _require_whole_nodes(num_ranks, device)
     what = _what_trains(recipe, device)
     planner = _planner(what, recipe, num_ranks, device)
     own = planner.judge(planner.own())
@@ -135,14 +137,6 @@ def check_plan(recipe: Recipe, num_ranks: int, device: Device) -> str:
         if own.reason or ratio >= _FASTER:
             line += f"; {fastest} fits and takes {fastest.found.seconds:.4g} s ({ratio:.2f} times as fast)"
     return line
-
-
-def with_planned_layout(recipe: Recipe, num_ranks: int) -> Recipe:
-    """Return a recipe whose `parallel: auto` is the best layout on so many of this machine's devices."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else MEASURED
-    known = next((word for word in name.replace("-", " ").split() if word in DEVICES), MEASURED)
-    best, _ = plan_recipe(recipe, num_ranks, find_device(known, per_node=num_ranks), top=1).best[0]
-    return recipe.model_copy(update={"parallel": best.plan})
 
 
 def apply_plan(recipe_file: str, plan: ParallelPlan) -> Path:
@@ -190,12 +184,15 @@ def _what_trains(recipe: Recipe, device: Device) -> _What:
     return _What(Training(model, recipe.train.optimizer, mixed, pack), flops.passes.model.total, words)
 
 
-def _planner(what: _What, recipe: Recipe, num_ranks: int, device: Device) -> Planner:
+def _require_whole_nodes(num_ranks: int, device: Device) -> None:
     if num_ranks > device.per_node and num_ranks % device.per_node:
         raise UserError(
             f"--gpus {num_ranks}: found nodes of {device.per_node} devices; expected a multiple of {device.per_node}, "
             "or set --gpus-per-node"
         )
+
+
+def _planner(what: _What, recipe: Recipe, num_ranks: int, device: Device) -> Planner:
     return Planner(what.training, recipe.parallel, device, num_ranks, recipe.train.packs_per_step)
 
 

@@ -12,7 +12,7 @@ from omnitrain.data.loading.loader import StepLoader, build_dataloader
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.memory.allocator import available_memory
+from omnitrain.parallel.environment import available_memory
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.arguments import Factory, require_ranks
 from omnitrain.parallel.verify.tiny_model import fits

@@ -58,6 +58,18 @@ def test_an_answer_is_written_by_the_decoder_that_its_data_set_names(processor: 
         processor.sample(replace(row, decoders=["sketch"]))
 
 
+def test_each_image_of_an_answer_is_written_by_the_decoder_that_its_part_names(processor: OmniProcessor) -> None:
+    row = tiny_row("text_to_image", 0)
+    parts = [{"type": "image", "decoders": [name]} for name in ("thumbnail", "picture")]
+    media = row.media | {"image": 2 * row.media["image"]}
+    messages = [row.messages[0], {"role": "assistant", "content": parts}]
+    sample = processor.sample(replace(row, messages=messages, media=media, decoders=["picture"]))
+    assert [(span.component, span.item.num_tokens) for span in sample.spans] == [("thumbnail", 4), ("picture", 16)]
+    with pytest.raises(UserError, match=r"`decoders` of the part: found sketch; expected one of picture, thumbnail"):
+        parts[0]["decoders"] = ["sketch"]
+        processor.sample(replace(row, messages=messages, media=media))
+
+
 def test_a_pack_of_both_has_the_losses_of_each_alone(model: OmniModel, processor: OmniProcessor) -> None:
     names = ["picture", "thumbnail", "thumbnail", "picture"]
     rows = [replace(tiny_row("text_to_image", seed), decoders=[name]) for seed, name in enumerate(names)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -81,6 +82,33 @@ def test_a_data_set_that_names_no_encoder_of_its_media_is_refused(model: OmniMod
     expected = r"`encoders` of the data set: found audio_encoder; expected some of pixels, semantic for image"
     with pytest.raises(UserError, match=expected):
         tiny_processor(model).sample(row)
+
+
+def test_a_part_names_its_encoders_before_its_data_set_does(model: OmniModel) -> None:
+    processor, row = tiny_processor(model), tiny_row("images_to_text", 0)
+
+    def naming(*names: Any, **others: Any) -> Row:
+        parts = [dict(one) for one in row.messages[0]["content"]]
+        for part, encoders in zip((one for one in parts if one["type"] == "image"), names, strict=True):
+            part |= {"encoders": encoders, **others}
+        return replace(row, messages=[row.messages[0] | {"content": parts}, *row.messages[1:]], encoders=("pixels",))
+
+    mixed = naming(["semantic"], None)
+    assert components(processor.sample(mixed)) == ["semantic", "pixels"]
+    shown = parts_of_items(["semantic", "pixels"], mixed, processor)
+    assert [part.position for part in shown if part is not None] == [0, 1]
+    assert components(processor.sample(naming(["pixels", "semantic"], ["semantic"]))) == [
+        "pixels",
+        "semantic",
+        "semantic",
+    ]
+    expected = r"`encoders` of the part: found audio_encoder; expected some of pixels, semantic for image"
+    with pytest.raises(UserError, match=expected):
+        processor.sample(naming(["audio_encoder"], None))
+    with pytest.raises(UserError, match=r"`encoders` of a part of image: found 'pixels'; expected a list of names"):
+        processor.sample(naming("pixels", None))
+    with pytest.raises(UserError, match=r"`decoders` of a part of image that the model reads: expected `encoders`"):
+        processor.sample(naming(None, None, decoders=["pixels"]))
 
 
 def test_a_pack_of_samples_that_different_encoders_read_has_the_losses_of_each_alone(model: OmniModel) -> None:

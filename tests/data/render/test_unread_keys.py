@@ -16,8 +16,7 @@ from omnitrain.data.sources.rows import RowSource, open_sources
 from omnitrain.recipe import DataSource, Recipe
 from omnitrain.train.trainer import Trainer
 from omnitrain.train.verbs.check import check_recipe
-from omnitrain.train.verbs.data_stats import data_stats
-from omnitrain.train.verbs.preview import preview
+from omnitrain.train.verbs.preview import data_stats, preview
 from tests.tiny import tiny_model, tiny_processor, tiny_recipe
 from tests.tiny_processors import byte_tokenizer
 

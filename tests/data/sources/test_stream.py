@@ -32,7 +32,7 @@ from omnitrain.recipe import Data, DataSource, Recipe
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.train.epochs import in_steps
 from omnitrain.train.trainer import Trainer
-from omnitrain.train.verbs.data_stats import data_stats
+from omnitrain.train.verbs.preview import data_stats
 from tests.tiny import CHAT, png, tiny_model, tiny_processor, tiny_recipe
 
 ROWS = 100

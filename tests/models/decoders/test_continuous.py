@@ -1,4 +1,4 @@
-"""Decoders that write latents train and generate as one process, in any pack, batch and layout."""
+"""Decoders that write latents or films train and generate as one process, in any pack, batch and layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from PIL import Image
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import SEEDS, Sample
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.sources.clips import Clip
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token, to_tensors
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.noise import normals, uniforms
+from omnitrain.ops.draws import normals, uniforms
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -31,12 +32,26 @@ from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import Sampling
 from tests.covering import pairs
 from tests.families import FAMILIES
-from tests.models.decoders.continuous import DECODERS, DEFAULT, FLOW, POSSIBLE, TABLE, Case, build, factory, samples
+from tests.models.decoders.continuous import (
+    BOTH,
+    DECODERS,
+    DEFAULT,
+    FLOW,
+    POSSIBLE,
+    TABLE,
+    TABLE_OF_BOTH,
+    Case,
+    build,
+    factory,
+    samples,
+    written,
+)
 from tests.parallel.laid_out import equals_one_sample_at_a_time, total
 from tests.tiny import FOUNDATION, tiny_model, tiny_processor, tiny_row
 
-GUIDED = {"image_decoder": Sampling(guidance=3.0)}
-TOKENS = 9
+PLAIN = {"image_decoder": Sampling(temperature=1.0)}  # of codes
+GUIDED = {"image_decoder": Sampling(temperature=1.0, guidance=3.0)}
+TOKENS = 11
 
 
 def by_factory(cases: Sequence[Case]) -> list[list[Case]]:
@@ -60,7 +75,14 @@ def test_the_table_has_every_possible_pair_and_the_default_rows_each_value() -> 
     assert set().union(*map(enumerate, DEFAULT)) == set().union(*map(enumerate, POSSIBLE)) and len(DEFAULT) <= 9
 
 
-@pytest.mark.parametrize("cases", by_factory(DEFAULT), ids=lambda cases: cases[0].words)
+SHORTEST, *OTHERS = sorted(by_factory(DEFAULT), key=len)
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [SHORTEST, *(pytest.param(cases, marks=pytest.mark.second) for cases in OTHERS)],
+    ids=lambda cases: cases[0].words,
+)
 def test_each_value_of_the_table_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
     require_equal(ranks, cases)
 
@@ -68,6 +90,12 @@ def test_each_value_of_the_table_trains_as_one_process(ranks: RankPool, cases: l
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", by_factory([case for case in TABLE if case not in DEFAULT]), ids=lambda c: c[0].words)
 def test_every_pair_of_the_table_trains_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
+    require_equal(ranks, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", by_factory(TABLE_OF_BOTH), ids=lambda cases: cases[0].words)
+def test_codes_and_latents_of_one_modality_train_as_one_process(ranks: RankPool, cases: list[Case]) -> None:
     require_equal(ranks, cases)
 
 
@@ -84,14 +112,24 @@ def test_a_pack_of_codes_and_latents_is_one_sample_at_a_time(decoder: str) -> No
     assert "image_decoder.embedding.weight" in equals_one_sample_at_a_time(model, some)
 
 
+def test_a_pack_of_three_sizes_two_encoders_codes_and_latents_is_one_sample_at_a_time() -> None:
+    model = build(BOTH)
+    some = samples(model)
+    spans = [span for sample in some for span in sample.spans]
+    assert {span.component for span in spans} == model.encoders.keys() | model.decoders.keys()
+    assert len({span.item.num_tokens for span in spans if span.component == "image_codes"}) == 3
+    found = equals_one_sample_at_a_time(model, some)
+    assert {"image_codes.head.weight", "image_decoder.head.weight", "pixel_encoder.projector.layers.0.weight"} <= found
+
+
 def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
-    """Prompts, some of which the model answers with an image and then text, and some with text alone."""
+    """Prompts, some of which the model answers with an image or a film and then text, and some with text alone."""
     model = build(decoder)
     model.config.condition_dropout = True
     processor = tiny_processor(model)
-    prompts = [processor.prompt(tiny_row("text_to_image", number), number, is_guided=True) for number in range(6)]
+    prompts = [processor.prompt(tiny_row(written(model), number), number, is_guided=True) for number in range(6)]
     drawn = [answer.tokens[0][1] for answer in generate(model, processor, prompts, max_new_tokens=1)]
-    processor.start_tokens = {"image": mode(drawn), "audio": 5}
+    processor.start_tokens = dict.fromkeys(("image", "video"), mode(drawn)) | {"audio": 5}
     return model, processor, prompts
 
 
@@ -107,21 +145,22 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("sampling", [{}, GUIDED], ids=["plain", "guided"])
+@pytest.mark.parametrize("sampling", [PLAIN, GUIDED], ids=["plain", "guided"])
 def test_a_batch_writes_what_each_prompt_alone_writes_with_and_without_cache(
     decoder: str, sampling: dict[str, Sampling]
 ) -> None:
     model, processor, prompts = prompted(decoder)
     options = {"max_new_tokens": TOKENS, "sampling": sampling}
     together = generate(model, processor, prompts, **options)
-    images = [part.tobytes() for answer in together for part in answer.parts if isinstance(part, Image.Image)]
-    assert len(set(images)) == len(images) >= 2
+    media = [part for answer in together for part in answer.parts if not isinstance(part, str)]
+    shown = [b"".join(one.tobytes() for one in (part.frames if isinstance(part, Clip) else [part])) for part in media]
+    assert len(set(shown)) == len(shown) >= 2 and {isinstance(part, Clip) for part in media} == {"film" in decoder}
     for number, prompt in enumerate(prompts):
         assert_same(generate(model, processor, [prompt], numbers=[number], **options), [together[number]])
     assert_same(generate(model, processor, prompts, use_cache=False, **options), together)
 
 
-def written(decoder: str, plan: dict[str, int]) -> list[list[Answer]]:
+def answers_of(decoder: str, plan: dict[str, int]) -> list[list[Answer]]:
     """On a rank, without and with guidance; ranks that share sequences have all prompts."""
     model, processor, prompts = prompted(decoder)
     state = init_parallel_state(**plan)
@@ -130,11 +169,13 @@ def written(decoder: str, plan: dict[str, int]) -> list[list[Answer]]:
     some = [prompts[number] for number in own]
     return [
         generate(model, processor, some, max_new_tokens=TOKENS, sampling=sampling, numbers=own)
-        for sampling in ({}, GUIDED)
+        for sampling in (PLAIN, GUIDED)
     ]
 
 
-@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize(
+    "decoder", [pytest.param(name, marks=[pytest.mark.slow] * (name == "film in context")) for name in DECODERS]
+)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -146,8 +187,8 @@ def written(decoder: str, plan: dict[str, int]) -> list[list[Answer]]:
 )
 def test_ranks_write_what_one_process_writes(ranks: RankPool, decoder: str, plan: dict[str, int]) -> None:
     model, processor, prompts = prompted(decoder)
-    made = ranks.run(written, decoder, plan, timeout_s=120, world=2)
-    for which, sampling in enumerate(({}, GUIDED)):
+    made = ranks.run(answers_of, decoder, plan, timeout_s=120, world=2)
+    for which, sampling in enumerate((PLAIN, GUIDED)):
         alone = generate(model, processor, prompts, max_new_tokens=TOKENS, sampling=sampling)
         for rank, of_rank in enumerate(made):
             assert_same(of_rank[which], alone if plan else alone[rank::2])

@@ -11,9 +11,9 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, to_tensors
 from omnitrain.models.decoders.tokens import TokenDecoder
 from omnitrain.models.omni.build import build_omni_model
+from tests.families import VQ
 from tests.tiny import FOUNDATION, JANUS_VQ, MEL_VQ
 
-VQ = {"embed_dim": 4, "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1, "latent_channels": 32}
 IMAGE_TOKENIZERS = {
     "janus": JANUS_VQ,
     "emu3": {

@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from omnitrain.models.encoders.towers import merge_frames, merge_grid, tower_fro
 from omnitrain.models.hf.load import resolve
 from omnitrain.models.hf.stored_values import FILES
 from omnitrain.models.omni.build import build_omni_model
-from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.verify import verify
+from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_processor, tiny_samples
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
 QWEN = {
@@ -74,6 +78,73 @@ def test_any_vision_tower_reads_images_and_videos_in_one_call(name: str) -> None
     assert together.shape == (sum(rows for _, rows in prepared), 32)
     alone = torch.cat([model.lm_encode(to_tensors(features), (rows,)) for features, rows in prepared])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+
+
+def joined(*more: dict, kind: str = "mlp", tower: dict = SIGLIP, **keys: Any) -> OmniModel:
+    spec = {"tower": {"config": tower}, "more_towers": [{"config": one} for one in more], "projector": {"kind": kind}}
+    torch.manual_seed(0)
+    return build_omni_model(foundation=FOUNDATION, encoders={"image_encoder": spec | keys})
+
+
+@torch.no_grad()
+def test_joined_towers_give_each_patch_the_features_of_all_of_them(tmp_path: Path) -> None:
+    whole = joined(TOWERS["dinov2"], TOWERS["clip"], kind="pixel_shuffle")
+    model = whole.image_encoder
+    adapter = model.adapter()
+    features, num_tokens = adapter.prepare("video", [picture(1), picture(2)])
+    names = {name for name in features if name.startswith("pixel")}
+    assert names == {"pixel_values", "pixel_values_1", "pixel_values_2"}
+    assert {features[name].shape for name in names} == {(2, 3, 8, 8)}
+    given = to_tensors(features | {"pixel_values_1": 2 * features["pixel_values_1"]})
+    rows = model.lm_tower(given, (num_tokens,))["main"]
+    siglip, dino, clip = model.tower.towers
+    by_hand = [
+        siglip(pixel_values=given["pixel_values"]).last_hidden_state,
+        dino(pixel_values=given["pixel_values_1"]).last_hidden_state[:, 1:],
+        clip(pixel_values=given["pixel_values_2"]).last_hidden_state[:, 1:],
+    ]
+    expected = merge_grid(torch.cat(by_hand, dim=-1).unflatten(1, (4, 4)), 2).flatten(0, 1)
+    assert rows.shape == (num_tokens, 4 * 3 * 16)
+    torch.testing.assert_close(rows, expected)
+    whole.save_pretrained(tmp_path)
+    again = OmniModel.from_pretrained(tmp_path).image_encoder
+    assert torch.equal(again.lm_encode(given, (num_tokens,)), model.lm_encode(given, (num_tokens,)))
+
+
+def test_joined_towers_that_do_not_fit_are_refused_in_words() -> None:
+    with pytest.raises(UserError, match=r"dinov2 gives 2 x 2 patches, and siglip_vision_model 4 x 4; only as many"):
+        joined(TOWERS["dinov2"] | {"patch_size": 4}).image_encoder.minimal_input()
+    with pytest.raises(UserError, match=r"image_encoder.more_towers: only vision towers can be joined, and `tower`"):
+        joined(SIGLIP, tower=WHISPER, processor=EXTRACTOR)
+    with pytest.raises(UserError, match=r"more_towers.0: WhisperEncoder reads no images of one size; expected a tower"):
+        joined(WHISPER)
+    with pytest.raises(UserError, match=r"more_towers.0: Qwen2_5_VisionTransformerPretrainedModel reads no images of"):
+        joined(TOWERS["qwen2_5_vl"])
+
+
+@torch.no_grad()
+def test_latents_are_features_of_a_tower() -> None:
+    patches = {"model_type": "omnitrain_patches", "patch_size": 4}
+    size = {"size": {"height": 8, "width": 8}}
+    model = joined(tower=patches, kind="linear", processor=size).image_encoder
+    features, num_tokens = model.adapter().prepare("image", picture(0))
+    rows = model.lm_tower(to_tensors(features), (num_tokens,))["main"]
+    pixels = torch.from_numpy(features["pixel_values"])
+    assert (num_tokens, pixels.min() < -0.9, pixels.max() > 0.9) == (4, True, True)
+    corner = pixels[0, :, :4, 4:].reshape(-1)
+    torch.testing.assert_close(rows[1], corner)
+    with pytest.raises(UserError, match=r"PatchCodec takes images of any size; set the one that it gets: `processor:"):
+        joined(tower=patches)
+
+
+LAYOUTS = ["dp2.world", "tp2", "pp2", "vision1+dp1", "dp2.bf16"]
+
+
+@pytest.mark.slow
+def test_joined_towers_train_as_in_one_process_on_any_ranks(ranks: RankPool) -> None:
+    samples = tiny_samples(tiny_processor(joined(TOWERS["dinov2"])), 4, ("image_to_text", "text"))
+    report = verify(partial(joined, TOWERS["dinov2"]), samples, LAYOUTS, nproc=2, timeout_s=120, pool=ranks)
+    assert report.ok, str(report)
 
 
 def test_limits_of_pixels_are_keys_of_an_encoder() -> None:

@@ -17,7 +17,7 @@ from omnitrain.ops.attention.backends.flex import FLEX
 from omnitrain.ops.attention.backends.reference import REFERENCE
 from omnitrain.ops.attention.backends.sdpa import SDPA, takes_grouped_heads
 from omnitrain.ops.attention.backends.varlen import VARLEN
-from omnitrain.ops.attention.choose import CHOSEN, choose
+from omnitrain.ops.attention.entry import CHOSEN, choose
 from omnitrain.ops.attention.spec import (
     DROPOUT,
     FULL,

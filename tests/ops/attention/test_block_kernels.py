@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from omnitrain.ops.attention import online_softmax
 from omnitrain.ops.attention.backends.reference import REFERENCE
-from omnitrain.ops.attention.block_kernels import KERNELS, BlockKernel, CudaFlash, kernel_for
+from omnitrain.ops.attention.online_softmax import KERNELS, BlockKernel, CudaFlash, kernel_for
 from omnitrain.ops.attention.spec import AttentionCall, MaskSpec, repeat_heads
 from omnitrain.plan.ring import CAUSAL, FULL, MASKED, Block
 from tests.ops.attention.blocks import CHUNKS, SCALE, by_blocks

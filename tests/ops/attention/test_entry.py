@@ -12,8 +12,7 @@ from transformers import AttentionInterface
 
 from omnitrain.errors import UserError
 from omnitrain.ops.attention import spec
-from omnitrain.ops.attention.choose import CHOSEN
-from omnitrain.ops.attention.entry import HONOURED, IRRELEVANT
+from omnitrain.ops.attention.entry import CHOSEN, HONOURED, IRRELEVANT
 from omnitrain.ops.attention.install import ATTENTION_NAME
 from omnitrain.ops.attention.packed_context import packed, packed_sequence
 from omnitrain.ops.attention.spec import MaskSpec

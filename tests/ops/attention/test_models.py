@@ -33,7 +33,7 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVi
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from omnitrain.errors import UserError
-from omnitrain.ops.attention.choose import CHOSEN
+from omnitrain.ops.attention.entry import CHOSEN
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import packed
 

@@ -20,7 +20,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts import choose
+from omnitrain.ops.experts import entry
 from omnitrain.ops.experts import grouped_mm as grouped
 from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
 
@@ -206,7 +206,7 @@ def test_a_function_that_transformers_registers_can_be_named(backend: str) -> No
     experts = layer()
     found = trained(experts, f"omnitrain_{backend}", inputs())
     assert error(found, trained(experts, "eager", inputs())) < 2e-6
-    assert backend in {used.name for (module, *_), used in choose._chosen.items() if module == "Qwen3MoeExperts"}
+    assert backend in {used.name for (module, *_), used in entry._chosen.items() if module == "Qwen3MoeExperts"}
 
 
 def test_a_backend_that_is_not_there_or_cannot_run_is_refused_with_those_that_can() -> None:

@@ -16,8 +16,8 @@ from omnitrain.ops.experts import grouped_mm as grouped
 from omnitrain.ops.experts.install import set_experts, use_omnitrain_experts
 from omnitrain.ops.experts.timing import NOT_RECORDED, LayerSpans
 from omnitrain.ops.timing import SpanRecorder
+from omnitrain.parallel.expert.apply import SharedExpertOverlap, shared_experts
 from omnitrain.parallel.expert.dispatch import RankDispatcher
-from omnitrain.parallel.expert.shared_expert import SharedExpertOverlap, shared_experts
 from tests.parallel import factories
 from tests.parallel.laid_out import counted
 from tests.peaks import peak_bytes

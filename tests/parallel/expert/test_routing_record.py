@@ -19,7 +19,7 @@ from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.parallel.verify.run import micro_batches
+from omnitrain.parallel.verify.run import micro_batches, train
 from omnitrain.recipe import parse_layout
 from tests.parallel import factories
 from tests.parallel.expert.test_experts import text_samples
@@ -59,6 +59,34 @@ def test_what_ranks_that_share_rows_write_is_what_one_process_writes_and_any_lay
     for factory, moves in (("qwen3_moe", False), ("misrouted_moe", True)):
         taken = ranks.run(routed, "dp2.ep2", factory, None, str(tmp_path / "dp1"), timeout_s=60, world=2)
         assert (sum(others for _, others in taken) > 0) == moves, factory
+
+
+def recorded_by_train() -> tuple[set[str], int]:
+    """A step under Ulysses whose routing is recorded: gradients of routers, and decisions of this rank."""
+    model = build_omni_model(foundation=factories.qwen3_moe()).train()
+    batch = to_samples(discover(model.foundation), text_samples())
+    plan = parse_layout("sp2").plan()
+    init_state_of(plan)
+    (packs,) = micro_batches(model, batch, 1, 1)
+    build_parallelize_model(model, parallel_plan=plan, enable_mixed_precision=False)
+    found = train(model, packs, steps=1)
+    assert found.routing is not None
+    known = sum(int((decisions >= 0).all(-1).sum()) for decisions in found.routing[0].decisions.values())
+    return {name for name in found.gradients if name.endswith("mlp.gate.weight")}, known
+
+
+def test_ranks_that_share_rows_record_their_own_decisions_and_train_the_routers(ranks: RankPool) -> None:
+    found = ranks.run(recorded_by_train, timeout_s=60, world=2)
+    tokens = sum(len(sample) for sample in to_samples(discover(factories.qwen3_moe()), text_samples()))
+    assert [len(names) for names, _ in found] == [2, 2] and sum(known for _, known in found) == 2 * tokens
+
+
+def test_a_topk_that_decides_about_no_token_keeps_its_gradient() -> None:
+    model = build_omni_model(foundation=factories.qwen3_moe())
+    with Recording().recorded(model, ["a"], [99]):
+        model.foundation(input_ids=torch.arange(20, 32)[None]).logits.square().sum().backward()
+    gate = model.get_parameter(f"{LAYER}.gate.weight").grad
+    assert gate is not None and int(gate.count_nonzero()) > 0
 
 
 def test_of_a_sample_that_came_twice_the_last_step_counts_and_its_length_must_be_the_same(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from omnitrain.parallel.pipeline.channel import StageChannel, connect_pairs, directions
+from omnitrain.parallel.pipeline.apply import StageChannel, connect_pairs, directions
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower

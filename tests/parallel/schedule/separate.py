@@ -167,7 +167,8 @@ def each_value(cases: Sequence[C]) -> list[list[C]]:
 
 
 def in_turn(groups: Sequence[list[C]], first: int) -> list[Any]:
-    """Parameters of a test for groups of :func:`each_value`; those after the ``first`` ones are second cases."""
+    """Parameters of a test for groups of :func:`each_value`; all but the ``first`` and cheapest are second cases."""
+    groups = sorted(groups, key=lambda cases: sum(case.cost for case in cases))
     marks = [() if index < first else pytest.mark.second for index in range(len(groups))]
     return [
         pytest.param(cases, id=" ".join(cases[0].reference), marks=mark)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,14 +18,15 @@ import yaml
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, open_sources
+from omnitrain.errors import UserError
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
-from omnitrain.parallel.state import init_parallel_state
-from omnitrain.recipe import Recipe, Sampling
+from omnitrain.parallel.state import init_parallel_state, init_state_of
+from omnitrain.recipe import ParallelPlan, Recipe, Sampling
 from omnitrain.train.evaluate.evaluate import Answered, EvaluationResult, Evaluator
 from omnitrain.train.process_groups import join_ranks
 from tests.parallel.factories import qwen3_vl
@@ -105,6 +108,29 @@ def test_towers_of_a_hf_model_are_called_equally_often_by_ranks_with_and_without
     assert tokens_of(one for (one,) in together) == {
         number: alone[number].tokens for share in shares for number in share
     }
+
+
+def refusals_of_rank(plan: dict[str, Any]) -> list[str]:
+    """What each rank raises for prompts of rank 0 that it cannot answer; other ranks have none."""
+    model, processor, (prompt, *_) = any_to_any()
+    plan = ParallelPlan.model_validate(plan)
+    build_parallelize_model(model, None, init_state_of(plan), plan, enable_mixed_precision=False)
+    of_tokens = {"seen": np.zeros((1, len(prompt), 3), dtype=np.int64)}
+    told = []
+    for refused, sampling in [
+        (prompt, {"text": Sampling(guidance=2)}),
+        (replace(prompt, forward_inputs=of_tokens), {}),
+    ]:
+        with warnings.catch_warnings(action="ignore"), pytest.raises(UserError) as raised:
+            generate(model, processor, [refused] * (dist.get_rank() == 0), sampling=sampling)
+        told.append(str(raised.value))
+    return told
+
+
+@pytest.mark.parametrize("plan", [{}, {"sections": {"vision": {"ranks": 1, "components": ["image_encoder"]}}}])
+def test_a_prompt_that_a_rank_cannot_answer_is_refused_on_all_ranks(ranks: RankPool, plan: dict[str, Any]) -> None:
+    here, there = ranks.run(refusals_of_rank, plan, world=2, timeout_s=60)
+    assert here == there and "cannot be guided: make it with" in here[0] and "with 'seen' for each token" in here[1]
 
 
 def score(answers: list[Answered]) -> dict[str, float]:

@@ -13,8 +13,7 @@ import omnitrain as ot
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.spawn.errors import RankError
-from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.parallel import MAIN
 from tests.parallel.laid_out import PLAIN

@@ -54,9 +54,9 @@ def gradients_of(ranks: RankPool) -> Compared:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("internvl", "embed_tokens"),
-        ("internvl", "vision_tower"),
-        ("internvl", "multi_modal_projector"),
+        pytest.param("internvl", "embed_tokens", marks=pytest.mark.second),
+        pytest.param("internvl", "vision_tower", marks=pytest.mark.second),
+        pytest.param("internvl", "multi_modal_projector", marks=pytest.mark.second),
         ("qwen3_vl_moe", "embed_tokens"),
         ("qwen3_vl_moe", "deepstack_merger_list"),
         ("qwen3_vl_moe", "visual.blocks"),

@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnitrain.errors import LostRankError
-from omnitrain.parallel.sections.carriers.carrier import Arrival, Carrier, Departure
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
-from omnitrain.parallel.sections.message import Ends, Message, Part, Rows
-from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
+from omnitrain.parallel.sections.edges import EdgeEnd, Inbox, Outbox
+from omnitrain.parallel.sections.message import Arrival, Carrier, Departure, Ends, Message, Part, Rows
 
 SLOTS, HOLD = 3, 4
 MOVED_BY_VICTIM = 5  # messages, in :func:`lost`

@@ -14,8 +14,8 @@ import torch
 from omnitrain.errors import LostRankError, UserError
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
+from omnitrain.parallel.sections.edges import EdgeEnd, Inbox, Outbox
 from omnitrain.parallel.sections.message import Message, Part, Rows
-from omnitrain.parallel.sections.queue import EdgeEnd, Inbox, Outbox
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from tests.parallel.sections.exchanges import (
     CPU,

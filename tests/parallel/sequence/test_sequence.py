@@ -67,7 +67,7 @@ def test_every_way_to_share_a_sequence_trains_a_family_as_one_process_does(ranks
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        pytest.param("any_to_any", "sp2.accum2.recompute", id="heads that predict"),
+        pytest.param("any_to_any", "sp2.accum2.recompute", id="heads that predict", marks=pytest.mark.second),
         pytest.param("gemma3", "sp2.recompute", id="blocks of image tokens", marks=pytest.mark.slow),
         pytest.param("qwen3_5", "sp2", id="linear attention", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "cp2", id="deepstack on a ring"),
@@ -138,7 +138,10 @@ def test_rows_of_every_length_are_shared_exactly(
     assert all(error < 1e-5 for pair in results[0] for error in pair)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"], ids=["deepstack", "one block"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen3_vl", id="deepstack"), pytest.param("gemma3", id="one block", marks=pytest.mark.second)],
+)
 def test_a_cut_may_go_through_an_image_anywhere(ranks: RankPool, name: str) -> None:
     sample = next(sample for sample in samples_of(name) if len(sample.spans) == 1)
     size = len(sample)

@@ -102,6 +102,7 @@ def test_ranks_without_targets_keep_step_with_a_frozen_decoder(ranks: RankPool) 
     check(ranks, "any_to_any", apart, plans)
 
 
+@pytest.mark.second
 def test_ranks_with_text_alone_take_part_in_a_deepstack_tower(ranks: RankPool) -> None:
     check(ranks, "qwen3_vl", hf_samples("qwen3_vl")[2:4], ["dp2.recompute"])  # a text; an image
 

@@ -19,9 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.spawn.pool import RankError, RankPool
 from omnitrain.parallel.state import init_parallel_state
-from omnitrain.parallel.watch.board import StallBoard
-from omnitrain.parallel.watch.component_hooks import follow_components
-from omnitrain.parallel.watch.monitor import StallMonitor
+from omnitrain.parallel.watch.monitor import StallBoard, StallMonitor, follow_components
 from omnitrain.parallel.watch.report import Collectives, Place, RankStatus, awaited_ranks, described, report
 from tests.tiny import tiny_model, tiny_processor, tiny_samples
 

@@ -7,7 +7,7 @@ import pytest
 
 from omnitrain.plan import Placement, Topology
 from omnitrain.plan.step import Rates
-from omnitrain.plan.wavefront.by_cost import CostOrder, dealt_packs, step_seconds
+from omnitrain.plan.wavefront.step import CostOrder, dealt_packs, step_seconds
 from tests.plan.wavefront.test_step import tables_of
 
 

@@ -4,11 +4,10 @@ from random import Random
 
 import pytest
 
-from omnitrain.plan.wavefront.bounds import lower_bound
-from omnitrain.plan.wavefront.deal import deal
 from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
-from omnitrain.plan.wavefront.search import best_order
+from omnitrain.plan.wavefront.search import best_order, lower_bound
 from omnitrain.plan.wavefront.simulate import makespan, simulate
+from omnitrain.plan.wavefront.step import deal
 from tests.plan.wavefront.instances import random_wave
 from tests.plan.wavefront.validate import require_valid
 

@@ -71,7 +71,7 @@ class _Landing:
 
 
 class NixlCarrier:
-    """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` with one-sided writes between hosts' memories.
+    """:class:`~omnitrain.parallel.sections.message.Carrier` with one-sided writes between hosts' memories.
 
     A receiver has ``slots`` slots of registered memory, as large as the largest message so far needs, and tells the
     senders of a message when its slot is free. A sender copies rows into registered memory of its own, and a thread

@@ -125,7 +125,7 @@ class _Gathered:
 
 
 class TorchCarrier:
-    """:class:`~omnitrain.parallel.sections.carriers.carrier.Carrier` over process groups.
+    """:class:`~omnitrain.parallel.sections.message.Carrier` over process groups.
 
     Both ends of each message post it in the order of the edge's messages, which is one order for all ranks: so no two
     ranks wait for each other, though NCCL runs what a rank posts in a group one after the other. So only the first of
