@@ -67,8 +67,8 @@ def compared(name: str, planner: Planner) -> dict[str, float]:
     return {
         f"{name}_joint": found.fitting[0].found.seconds / best,
         f"{name}_two_stages": two.found.seconds / best,
-        f"{name}_estimated": len(found.fitting) + len(found.rejected),
-        f"{name}_all": len(everything),
+        f"{name}_estimated": float(len(found.fitting) + len(found.rejected)),
+        f"{name}_all": float(len(everything)),
     }
 
 
@@ -97,8 +97,8 @@ def large(num_ranks: int) -> dict[str, float]:
         f"ranks_{num_ranks}_processor_seconds": time.process_time() - used,
         f"ranks_{num_ranks}_seconds": time.perf_counter() - began,
         f"ranks_{num_ranks}_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        f"ranks_{num_ranks}_counted": planner.num_counted,
-        f"ranks_{num_ranks}_layouts": sum(map(len, vars(found).values())),
+        f"ranks_{num_ranks}_counted": float(planner.num_counted),
+        f"ranks_{num_ranks}_layouts": float(sum(map(len, vars(found).values()))),
         f"ranks_{num_ranks}_step_seconds": best.found.seconds,
     }
 

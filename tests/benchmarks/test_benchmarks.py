@@ -17,6 +17,7 @@ SIZES = {
     "sections": [*("--rounds=1", "--number=4", "--width=64", "--text=32", "--grid=4", "--sleep-grid=4", "--bits=0")],
     "published_gains": [],
     "overlap_tables": [],
+    "plan_search": ["--parts", "dense"],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],
     "many_ranks": ["--rounds=1", "--worlds", "4", "8", "--real=0"],
     "step_plan": ["--rounds=1", "--steps=1", "--items=10"],
@@ -51,8 +52,8 @@ SIZES = {
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
     "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-SIMULATED = {"published_gains", "overlap_tables", "wavefront"}  # without rounds
-FAST = SIMULATED | {
+SIMULATED = {"published_gains", "overlap_tables", "wavefront", "plan_search"}  # without rounds
+FAST = (SIMULATED - {"plan_search"}) | {
     "packing",
     "cost_balance",
     "step_plan",
