@@ -101,7 +101,7 @@ class RankMeter(TorchDispatchMode):
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that exist already; of a DTensor, this rank's shard."""
         for tensor in tensors:
-            self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            self._see(_local(tensor))
 
     def mark(self) -> Mark:
         """Return the moment, and begin to count from it."""
@@ -133,7 +133,7 @@ class RankMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = [out] if isinstance(out, Tensor) else [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = [_local(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         for tensor in made:
             self._see(tensor)
         if "c10d" in func.namespace:
@@ -169,7 +169,12 @@ def _is_view(func: Any) -> bool:
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+    return (_local(leaf) for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, whose own storage has the size of the whole one."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _op(func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> Op:
