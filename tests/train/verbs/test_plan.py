@@ -54,6 +54,7 @@ def test_a_plan_shows_the_best_layouts_and_writes_the_best_into_the_recipe(recip
     assert Recipe.load(recipe).parallel.of("foundation").memory.mode in first["layout"] + "none"
 
 
+@pytest.mark.slow
 def test_a_plan_says_how_many_devices_a_model_needs_that_does_not_fit(recipe: Path) -> None:
     refused = call("--gpus", "1", "--memory", "3MiB")
     assert refused.exit_code == 2
