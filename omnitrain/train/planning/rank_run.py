@@ -119,7 +119,8 @@ def run_rank(
     with mode or nullcontext(), RankMeter() as meter:
         layout = layout_of(model)
         optimizer = optimizer_of(model, settings, layout)
-        meter.hold([*model.parameters(), *model.buffers()])
+        meter.hold([one for one in model.parameters() if not one.is_meta])  # those on meta are on other ranks
+        meter.hold(model.buffers())
         weights = meter.alive
         if mode is None:
             _accumulate(model, batch, meter)
