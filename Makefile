@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -39,7 +39,7 @@ quickstart: install
 	@$(BIN)/python tasks/quickstart/picture.py runs/quickstart runs/quickstart/picture.png
 
 # One thread: figures that repeat, and tests that do not fight over cores.
-test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage families bench: export OMP_NUM_THREADS := 1
+test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions coverage families bench any-to-any: export OMP_NUM_THREADS := 1
 
 test: install
 	@$(BIN)/python -m tests.side_by_side
@@ -115,9 +115,13 @@ lint: install
 
 bench: install
 	@mkdir -p benchmarks/results
-	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py process_groups.py two_commits.py gpu_day.py),$(wildcard benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(addprefix benchmarks/,harness.py omni_step.py repo_samples.py slow_link.py simulated_ranks.py process_groups.py two_commits.py gpu_day.py any_to_any.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$script --json benchmarks/results/$$(basename $$script .py).json; \
 	done
+
+# Images and films of digits by each decoder, three seeds of each; runs/any_to_any keeps what is done.
+any-to-any: install
+	@$(BIN)/python benchmarks/any_to_any.py --json benchmarks/results/any_to_any.json
 
 # One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
 gpu:

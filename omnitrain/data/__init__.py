@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from omnitrain.data.render.processor import OmniProcessor as OmniProcessor
     from omnitrain.data.render.renderer import ChatRenderer as ChatRenderer
     from omnitrain.data.render.template_renderer import TemplateRenderer as TemplateRenderer
+    from omnitrain.data.sources.clips import Clip as Clip
     from omnitrain.data.sources.media import Waveform as Waveform
     from omnitrain.data.sources.rows import open_sources as open_sources
 

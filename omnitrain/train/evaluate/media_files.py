@@ -66,12 +66,14 @@ def write_parts(parts: Sequence[Any], folder: Path, stem: str, films: str = "web
 
 
 def _write_part(part: Any, stem: Path, films: str) -> Path:
+    kind = "png" if isinstance(part, Image.Image) else films if isinstance(part, Clip) else "wav"
+    file = stem.with_name(f"{stem.name}.{kind}")
     if isinstance(part, Image.Image):
-        part.save(file := stem.with_name(f"{stem.name}.png"))
+        part.save(file)
     elif isinstance(part, Clip):
-        write_film(part, file := stem.with_name(f"{stem.name}.{films}"))
+        write_film(part, file)
     else:
-        soundfile.write(file := stem.with_name(f"{stem.name}.wav"), part.samples, part.rate)
+        soundfile.write(file, part.samples, part.rate)
     return file
 
 
