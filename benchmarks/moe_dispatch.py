@@ -21,6 +21,7 @@ from harness import Result, in_turn, parser, report, start
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+import omnitrain.ops.experts.install  # noqa: F401  registers experts "omnitrain"
 from omnitrain.ops.experts.permute import combine_rows, sort_by_expert, take_rows
 
 FORMULA = (

@@ -28,7 +28,7 @@ from tests.models.decoders.test_decoders import AUDIO_TOKENIZERS, IMAGE_TOKENIZE
 from tests.models.encoders.test_waveforms import TOWERS as SPEECH_TOWERS
 from tests.models.test_janus import hf_processor, janus
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
-from tests.tiny_processors import llava
+from tests.tiny_processors import llava, qwen3_vl
 
 SMALL = ["train.steps=2", "train.cpu_threads=1", "data.workers=0", "data.pack_tokens=200", "data.packing_buffer=4"]
 SMALL += ["train.report=false"]  # its page is tested in tests/report
@@ -77,10 +77,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "emu3_vq": saved("emu3_vq", IMAGE_TOKENIZERS["emu3"]),
         "wav2vec2": saved("wav2vec2", SPEECH_TOWERS["wav2vec2 large"], Wav2Vec2FeatureExtractor()),
         "mimi": saved("mimi", AUDIO_TOKENIZERS["mimi"]),
+        "qwen3_vl_whole": saved("qwen3_vl_whole", whole_qwen3_vl("qwen3_vl")),
+        "qwen3_vl_moe_whole": saved("qwen3_vl_moe_whole", whole_qwen3_vl("qwen3_vl_moe")),
+        "clips": rows("clips", "video_to_text"),
         "janus": saved("janus", janus().config.to_dict(), hf_processor(janus())),
         "spoken": rows("spoken", "image_to_speech"),
         "edits": rows("edits", "image_to_image"),
     }
+
+
+def whole_qwen3_vl(family: str) -> dict:
+    """A config with the special tokens and patches of the tiny processor."""
+    config = FAMILIES[family]().to_dict()
+    config["text_config"]["vocab_size"] = 264
+    config["vision_config"] |= {"patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    tokens = ("image", "video", "vision_start", "vision_end")
+    return config | {f"{name}_token_id": number for number, name in enumerate(tokens, start=2)}
 
 
 def look_at(recipe: Recipe) -> None:
@@ -291,6 +303,47 @@ def test_a_whole_model_is_fine_tuned_behind_its_frozen_tower(tiny: dict[str, str
     assert run("finetune_vlm", tmp_path, *own, f"data.train=[{{path: {tiny['images']}}}]") == {"foundation"}
 
 
+@pytest.fixture
+def qwen3_vl_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processor that a folder of a Qwen3-VL would have: transformers loads it only where torchvision is."""
+    made = qwen3_vl()[0]
+    monkeypatch.setattr("omnitrain.data.chat.text_tokenizer.AutoProcessor.from_pretrained", lambda path: made)
+    monkeypatch.setattr(type(made), "save_pretrained", lambda self, folder: self.tokenizer.save_pretrained(folder))
+
+
+def qwen3_vl_overrides(tiny: dict[str, str], name: str) -> list[str]:
+    data = [f"data.train=[{{path: {tiny['clips' if name == 'long_video' else 'images']}}}]"]
+    model = "qwen3_vl_moe_whole" if name == "qwen3_vl_moe" else "qwen3_vl_whole"
+    own = ["data.processor_arguments={}"] if name != "long_video" else ["data.fps=null", "data.max_pixels=null"]
+    layout = ["parallel={}"] if name in ("qwen3_vl_moe", "long_video") else []  # ranks have no such processor
+    return [f"model.foundation={tiny[model]}", "train.packs_per_step=2", *layout, *own, *data]
+
+
+@pytest.mark.usefixtures("qwen3_vl_processor")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_vl_lora",
+        pytest.param("qwen3_vl", marks=pytest.mark.second),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.second),
+    ],
+)
+def test_a_whole_qwen3_vl_is_fine_tuned(tiny: dict[str, str], tmp_path: Path, name: str) -> None:
+    assert run(name, tmp_path, *qwen3_vl_overrides(tiny, name)) == {"foundation"}
+
+
+@pytest.mark.second
+@pytest.mark.usefixtures("qwen3_vl_processor")
+def test_qwen3_vl_learns_from_films(tiny: dict[str, str], tmp_path: Path) -> None:
+    recipe = Recipe.load("long_video", [*SMALL, *qwen3_vl_overrides(tiny, "long_video"), f"output_dir={tmp_path}"])
+    (pack,) = preview(recipe, packs=1).packs
+    shown = [
+        piece.part.modality for one in pack.samples for piece in one.pieces if isinstance(piece, ItemView) if piece.part
+    ]
+    assert set(shown) == {"video"}
+    assert Trainer(recipe).fit().step == 2
+
+
 def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_goes_on(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -487,4 +540,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
+    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -53,6 +53,9 @@ class Placement:
     # the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that make a call
     # together, one of each group takes part
     exchange: str = ""
+    # how the foundation's hidden states reach its head. ``forward``: the forward of the last stage calls it. ``local``:
+    # it is a node behind the last stage, on the same ranks, and the graph is cut at the states that it reads
+    head_edge: Literal["forward", "local"] = "forward"
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it; ``reader``: of its features, or empty; ``ranks``: those that compute it."""
@@ -179,6 +182,11 @@ class Topology:
     def names(self, edge: EdgeKind) -> list[str]:
         """Return the components whose features go this way."""
         return [component.name for component in self.components if component.edge == edge]
+
+    @property
+    def heads_behind(self) -> tuple[str, ...]:
+        """The decoders whose heads are nodes behind the last stage."""
+        return tuple(c.name for c in self.components if c.head is not None and c.head_edge == "local")
 
     @property
     def call_elements(self) -> dict[str, int]:

@@ -289,7 +289,8 @@ class Sampling(Strict):
     of the prompt and `u` those without its condition. 1: those of the prompt alone."""
 
     size: str | None = None
-    """Size of the images, one of the decoder's `image_sizes`. Unset: the model chooses."""
+    """Size of the images, one of the decoder's `image_sizes`; for `text`, of images that are words (Emu3). Unset: the
+    model chooses."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that greedy decoding does not use."""

@@ -10,6 +10,7 @@ from omnitrain.data.sources.rows import MODALITIES
 from omnitrain.errors import UserError
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.models.omni.writers import writers_of
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.recipe import Decoder, Recipe
 from omnitrain.recipe.data import CHAT_TEXTS, VISUAL_KEYS
@@ -23,18 +24,18 @@ def require_effect(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -
     """Raise a UserError with one line for each key that ``recipe`` sets without an effect on its model."""
     idle = [*_of_parts(recipe, model), *_of_data(recipe, model, processor), *_of_experts(model)]
     idle += _of_sampling(recipe, model)
-    unknown = [*_impossible_sizes(recipe, model), *_unknown_components(recipe, processor)]
+    unknown = [*_impossible_sizes(recipe, model, processor), *_unknown_components(recipe, processor)]
     if problems := [*idle_problems(recipe, idle), *unknown]:
         raise UserError(*dict.fromkeys(problems))
 
 
-def _impossible_sizes(recipe: Recipe, model: OmniModel) -> Iterator[str]:
+def _impossible_sizes(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iterator[str]:
     for name, sampling in recipe.evaluation.sampling.items() if recipe.evaluation else ():
         try:
             if name in model.decoders:
                 model.decoders[name].next_classes([], sampling.size)
             elif sampling.size is not None:
-                raise UserError("text has no size; leave it out")
+                writers_of(model, processor, sampling.size)
         except UserError as error:
             yield f"evaluation.sampling.{name}.size: {error}"
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -25,7 +26,10 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.encode import require_no_words
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import init_parallel_state
+from omnitrain.recipe import Sampling
 from omnitrain.train.verbs.export import export
 from omnitrain.train.verbs.verify import verify
 from tests import families
@@ -155,8 +159,8 @@ def test_each_layout_trains_it_as_one_process(ranks: RankPool, layouts: list[str
     assert report.ok, [row.reason for row in report.rows]
 
 
-class Squares:
-    """Images of 16 x 16 pixels, as transformers' processor of Emu3 gives them, which needs torchvision."""
+class Pictures:
+    """Images as transformers' processor of Emu3 gives them, which needs torchvision; large ones have 16 x 16 pixels."""
 
     model_input_names = ("pixel_values", "image_sizes")
 
@@ -165,8 +169,14 @@ class Squares:
 
     def __call__(self, images: Any, **_: Any) -> BatchFeature:
         flat = [image for group in images for image in (group if isinstance(group, list) else [group])]
-        pixels = [np.asarray(image.resize((16, 16)), dtype=np.float32).transpose(2, 0, 1) for image in flat]
-        return BatchFeature({"pixel_values": np.stack(pixels) / 255, "image_sizes": np.array([[16, 16]] * len(pixels))})
+        flat = [image if max(image.size) == 24 else image.resize((16, 16)) for image in flat]
+        pixels = [np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255 for image in flat]
+        sizes = np.array([one.shape[1:] for one in pixels])
+        return BatchFeature({"pixel_values": np.stack(pixels), "image_sizes": sizes})
+
+    def postprocess(self, images: list[Tensor], return_tensors: str) -> dict[str, list[Image.Image]]:
+        values = [(image.clamp(0, 1) * 255).byte().permute(1, 2, 0).numpy() for image in images]
+        return {"pixel_values": [Image.fromarray(one) for one in values]}
 
 
 def processor(model: OmniModel) -> OmniProcessor:
@@ -178,7 +188,7 @@ def processor(model: OmniModel) -> OmniProcessor:
         )
     )
     tokenizer = byte_tokenizer(SPECIAL, bos_token="<|im_start|>", eos_token="<|im_end|>", **named)
-    hf = processor_class(Emu3Processor)(Squares(), tokenizer, chat_template=chatml(image="<image>"))
+    hf = processor_class(Emu3Processor)(Pictures(), tokenizer, chat_template=chatml(image="<image>"))
     return OmniProcessor(TemplateRenderer(hf, model.native_inputs), *model.media_adapters())
 
 
@@ -226,6 +236,88 @@ def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words(ranks
 def test_a_stage_of_a_pipeline_refuses_them_in_words() -> None:
     with pytest.raises(UserError, match="the last stage of a pipeline lacks the words of the image items"):
         require_no_words(omni(), Pack.from_samples(drawn()))
+
+
+BOI, IMG, EOF, EOI, EOL = 4, 6, 7, 5, 3  # ids; the ends of rows have one of the vocabulary's map
+
+
+def writing() -> tuple[OmniModel, OmniProcessor, list[Sample]]:
+    """A model that begins its answer to the first prompt with the start token of an image, and prompts."""
+    model = omni()
+    of = processor(model)
+    model.config.condition_dropout = True
+    prompts = [of.prompt(row(n, reads=n % 2 == 0), is_guided=True) for n in (1, 2, 5)]
+    with torch.no_grad():
+        ids = torch.from_numpy(prompts[0].input_ids)[None]
+        state = model.foundation.model(input_ids=ids).last_hidden_state[0, -1]
+        model.foundation.lm_head.weight[BOI] = 20 * state / state.norm()
+    return model, of, prompts
+
+
+def by_transformers(plain: PreTrainedModel, ids: Tensor, height: int, width: int) -> tuple[list[int], Tensor]:
+    """Words and pixels of an image after ``ids``, as the documentation of Emu3 generates it."""
+    codes = plain.model.vocabulary_mapping.image_tokens
+
+    def allowed(_: int, seen: Tensor) -> list[int]:
+        offset = len(seen) - int((seen == IMG).nonzero()[-1])
+        if offset > height * (width + 1):
+            return [EOF] if offset == height * (width + 1) + 1 else [EOI]
+        return codes if offset % (width + 1) else [EOL]
+
+    length = height * (width + 1) + 2
+    made = plain.generate(
+        ids[None], max_new_tokens=length, do_sample=False, prefix_allowed_tokens_fn=allowed, pad_token_id=0
+    )[0, len(ids) :]
+    return made.tolist(), plain.model.decode_image_tokens(torch.cat([made, made[:1]])[None], height, width)
+
+
+@pytest.mark.parametrize(("size", "height", "width"), [(None, 2, 2), ("16x24", 3, 2), ("24x16", 2, 3)])
+def test_it_writes_the_image_that_transformers_generates(size: str | None, height: int, width: int) -> None:
+    model, of, (prompt, *_) = writing()
+    sampling = {"text": Sampling(size=size)}
+    (answer,) = generate(model, of, [prompt], max_new_tokens=24, sampling=sampling)
+    assert answer.tokens[0] == ("text", BOI)
+    written = [token for mode, token in answer.tokens if mode == "foundation.image"]
+    before = [*of.tokenizer(f"{height}*{width}", add_special_tokens=False)["input_ids"], IMG]
+    ids = torch.cat([torch.from_numpy(prompt.input_ids), torch.tensor([BOI, *before])])
+    words, pixels = by_transformers(model.foundation, ids, height, width)
+    assert written[: len(before) + len(words)] == before + words and len({*words} - {EOL, EOF, EOI}) > 1
+    image = next(part for part in answer.parts if isinstance(part, Image.Image))
+    assert image.size == (8 * width, 8 * height)
+    assert image == Pictures().postprocess(list(pixels), "PIL.Image.Image")["pixel_values"][0]
+
+
+def test_a_batch_writes_it_as_each_prompt_alone_with_and_without_cache_and_guidance() -> None:
+    model, of, prompts = writing()
+    for guidance in (1.0, 3.0):
+        options: dict[str, Any] = {"max_new_tokens": 16, "sampling": {"text": Sampling(guidance=guidance)}}
+        together = generate(model, of, prompts, **options)
+        alone = [generate(model, of, [prompt], numbers=[n], **options)[0] for n, prompt in enumerate(prompts)]
+        uncached = generate(model, of, prompts, use_cache=False, **options)
+        for other in (alone, uncached):
+            assert [answer.tokens for answer in other] == [answer.tokens for answer in together]
+        assert any(isinstance(part, Image.Image) for answer in together for part in answer.parts)
+
+
+def test_a_size_that_its_processor_does_not_make_is_refused_in_words() -> None:
+    model, of, prompts = writing()
+    with pytest.raises(UserError, match=r"size '40x8': Emu3Processor makes 16x16 of such an image; use that"):
+        generate(model, of, prompts, sampling={"text": Sampling(size="40x8")})
+
+
+def on_ranks(plan: dict[str, int]) -> list[Any]:
+    model, of, prompts = writing()
+    build_parallelize_model(model, parallel_state=init_parallel_state(**plan), enable_mixed_precision=False)
+    return [(answer.tokens, answer.parts) for answer in generate(model, of, prompts, max_new_tokens=16)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{}, {"pp_size": 2}], ids=["dp2", "pp2"])
+def test_ranks_write_what_one_process_writes(ranks: RankPool, plan: dict[str, int]) -> None:
+    model, of, prompts = writing()
+    expected = [(answer.tokens, answer.parts) for answer in generate(model, of, prompts, max_new_tokens=16)]
+    assert any(isinstance(part, Image.Image) for _, parts in expected for part in parts)
+    assert all(found == expected for found in ranks.run(on_ranks, plan, timeout_s=120, world=2))
 
 
 def test_a_prompt_with_an_image_is_answered_as_by_transformers() -> None:

@@ -328,7 +328,7 @@ STANDS: dict[str, Always | Idle] = {
     "Evaluation.scorer": Always("it scores"),
     "Evaluation.saved_samples": SIZE,
     "Sampling.temperature": SIZE,
-    "Sampling.size": idle("text has no size", "evaluation.sampling={text: {size: 8x8}}"),
+    "Sampling.size": idle("writes no images as words of its text", "evaluation.sampling={text: {size: 8x8}}"),
     "Sampling.guidance": Always("any logits can be guided"),
     "ConditionDropout.whole": idle("no decoder writes media", "data.condition_dropout=0.1", base="text"),
     "ConditionDropout.text": idle("no decoder writes media", "data.condition_dropout.text=0.1", base="text"),

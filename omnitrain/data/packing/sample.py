@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ NATIVE_PREFIX = "foundation."
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\S*/\S*|\d+(?:\.\d+)?")  # parts of a reason that differ from row to row
 
 
+class Grid(NamedTuple):
+    """Where the tokens of an image or film to write stand: after the first ``before``, frame by frame, row by row."""
+
+    before: int
+    frames: int
+    rows: int
+    columns: int
+
+
 @dataclass(frozen=True)
 class MediaItem:
     """One image, sound or video, prepared for its component."""
@@ -31,6 +41,7 @@ class MediaItem:
     num_tokens: int  # in the sequence, one for each row of the component's output
     is_lowered: bool = False  # a limit of frames lowered the rate at which a video is read
     is_block: bool = False  # its tokens see each other, and a head predicts each from its own state
+    grid: Grid | None = None  # of an item to write, for position ids; None: its tokens have those of a text
 
     @property
     def num_elements(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnitrain.data.chat.parts import MediaPart
-from omnitrain.data.packing.sample import Features, MediaItem
+from omnitrain.data.packing.sample import Features, Grid, MediaItem
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.sources.clips import Clip
 from omnitrain.data.sources.media import MediaFile, costing_one_row, decode_medium
@@ -27,6 +27,10 @@ class ComponentAdapter:
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         """Return features and tokens of an image, ``Waveform`` or frames; ValueError: not this item."""
         raise NotImplementedError
+
+    def grid(self, features: Features) -> Grid | None:
+        """Return where the tokens of an item to write stand; None: one after the other."""
+        return None
 
 
 class AttachedMedia:
@@ -87,7 +91,7 @@ def _item(row: Row, part: MediaPart, name: str, adapter: ComponentAdapter) -> Me
         with costing_one_row(f"{name} cannot prepare this {part.modality}"):
             content = media.frames if isinstance(media, Clip) else media
             features, num_tokens = adapter.prepare(part.modality, content)
-    return MediaItem(features, num_tokens, is_lowered, adapter.is_block)
+    return MediaItem(features, num_tokens, is_lowered, adapter.is_block, adapter.grid(features))
 
 
 def _frame_choice(adapter: ComponentAdapter, file: MediaFile) -> FrameChoice:

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from omnitrain.data.packing.sample import Grid
+
 
 @dataclass(frozen=True)
 class NativeInputs:
@@ -18,6 +20,8 @@ class NativeInputs:
     # (input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids, ``[T]`` or
     # ``[axes, T]`` int64, as many axes for all samples; None: 0, 1, 2, ...
     positions: Callable[..., np.ndarray] | None = None
+    # (grid of written media) -> ``[axes, n + 1]``, positions of its n tokens and of the next one, from 0; None: as text
+    grid_positions: Callable[[Grid], np.ndarray | None] | None = None
     # (input_ids, loss_mask) -> values of `token_inputs`, ``[T]`` each; None: the processor's, which mark modalities
     token_types: Callable[[np.ndarray, np.ndarray], Mapping[str, np.ndarray]] | None = None
     in_forward: frozenset[str] = frozenset()  # modalities that only the foundation's own forward reads

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from omnitrain.data.chat.chat_template import ChatTemplate
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, media_parts, tools_of
 from omnitrain.data.chat.template_marks import Span
 from omnitrain.data.chat.text_tokenizer import load_hf_processor, require_known_arguments
-from omnitrain.data.packing.sample import Features, MediaSpan, Sample
+from omnitrain.data.packing.sample import Features, Grid, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
-from omnitrain.data.render.expansion import MediaExpander, has_one_call, shown_by
+from omnitrain.data.render.expansion import MediaExpander, Medium, has_one_call, shown_by
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.render.media_texts import (
     AddedText,
@@ -131,7 +132,7 @@ class TemplateRenderer(Renderer):
             source=row.source,
             input_ids=tokens.ids,
             loss_mask=trained,
-            position_ids=self._position_ids(tokens, token_inputs, inserts),
+            position_ids=self._in_grids(self._position_ids(tokens, token_inputs, inserts), spans),
             spans=tuple(sorted(spans, key=lambda span: span.start)),
             token_inputs=token_inputs,
         )
@@ -245,6 +246,33 @@ class TemplateRenderer(Renderer):
                 for modality, values in insert.expansion.features.items():
                     features.setdefault(modality, []).append(values)
         return self.native.positions(tokens.ids, token_inputs, features, audio_in_video=has_sound)
+
+    @property
+    def processor(self) -> Any:
+        """See :attr:`Renderer.processor`."""
+        return self._processor
+
+    def image_tokens(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray, Features]:
+        """See :meth:`Renderer.image_tokens`."""
+        expansion = self._native_expander.expand(Medium("image", image))
+        ids = np.array(self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"], dtype=np.int64)
+        return ids, ids == self.native.placeholders["image"], expansion.features["image"]
+
+    def grid_positions(self, grid: Grid) -> np.ndarray | None:
+        """See :meth:`Renderer.grid_positions`."""
+        return None if self.native.grid_positions is None else self.native.grid_positions(grid)
+
+    def _in_grids(self, position_ids: np.ndarray, spans: Sequence[MediaSpan]) -> np.ndarray:
+        """Move the tokens of written media, which count as text, to their places in grids, and what follows them."""
+        position_ids = position_ids.copy()
+        for span in sorted(spans, key=lambda span: span.start):
+            grid = span.item.grid
+            places = None if grid is None else self.grid_positions(grid)
+            if grid is not None and places is not None:
+                first, stop = span.start + grid.before, span.start + span.item.num_tokens
+                position_ids[:, stop:] += places[:, -1:] - (stop - first)
+                position_ids[:, first:stop] = position_ids[:, first : first + 1] + places[:, :-1]
+        return position_ids
 
     def _verify(
         self, row: Row, text: str, tokens: PlacedTokens, token_inputs: dict[str, np.ndarray], inserts: Sequence[Insert]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby, islice
 from typing import Literal, NamedTuple
 
@@ -23,6 +23,14 @@ class FoundationOutput(NamedTuple):
     hidden: torch.Tensor | None
 
 
+class HeadInput(NamedTuple):
+    """What the head of a decoder gets of a pack: of each of its tokens the state from which it is predicted."""
+
+    states: torch.Tensor  # ``[n, hidden]``
+    labels: torch.Tensor  # ``[n, ...]``
+    read: torch.Tensor  # ``[n]`` int64, the token of each state, on the host
+
+
 @dataclass(frozen=True)
 class OmniOutput:
     """Output of :meth:`OmniModel.forward`. If ranks share a sequence, each rank has only its tokens.
@@ -35,6 +43,7 @@ class OmniOutput:
     losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
+    behind: dict[str, HeadInput] = field(default_factory=dict)  # decoders whose heads the forward has not called
 
     @property
     def loss(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from omnitrain.data.packing.sample import Features
+from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.render.component_media import ComponentAdapter as ComponentAdapter
 from omnitrain.errors import UserError
 from omnitrain.ops.loss.cross_entropy import LossTerm
@@ -116,6 +116,10 @@ class DecoderMixin(ComponentMixin):
         """Return classes after ``tokens`` of an item; None: all. UserError: it cannot write ``size`` (``320x192``)."""
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
+        return None
+
+    def grid(self, tokens: Sequence[Any]) -> Grid | None:
+        """Return where the tokens of an item that begins with ``tokens`` stand; None: one after the other."""
         return None
 
     def lm_generate(self, tokens: list[Any]) -> Any:

@@ -26,6 +26,7 @@ from omnitrain.models.contract.checks_sequence import SequenceContract, first_wi
 from omnitrain.models.contract.samples import Probe
 from omnitrain.models.contract.tiny_model import tiny_configs, without_dropout
 from omnitrain.models.contract.trial import Failure, Trial, attempt
+from omnitrain.models.discovery import rest_codecs
 from omnitrain.models.hf.compute_dtype import compute_in, stays_fp32
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.ops.rounding import LOSS, Rounding, Step
@@ -52,6 +53,7 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
     with Trial.of(model_class, config, contract) as trial:
         probes = [probe for probe in trial.probes[2:] if len(probe.modalities) < 2]
         plain, ours = _in_bf16(trial.plain), trial.ours
+        rest_codecs(plain, trial.native)
         _compute_in_bf16(ours)
         weights = dict(ours.named_parameters())
         recording = Recording()

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.packing.sample import Features
+from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.sources.clips import Clip
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, DecoderMixin, TensorFeatures, one_item
@@ -35,6 +35,11 @@ class FilmAdapter(ComponentAdapter):
         prepared = [self.frames.prepare("image", media[place]) for place in places]
         features = {name: np.concatenate([of_frame[name] for of_frame, _ in prepared]) for name in prepared[0][0]}
         return features, sum(num_tokens for _, num_tokens in prepared)
+
+    def grid(self, features: Features) -> Grid | None:
+        """Return the grid of all frames."""
+        of_frame = self.frames.grid(features)
+        return of_frame and of_frame._replace(frames=self.max_frames)
 
 
 class CodecDecoder(ContainerModel, DecoderMixin):
@@ -92,6 +97,11 @@ class CodecDecoder(ContainerModel, DecoderMixin):
         """Whether an item has its length."""
         length = self.codec.length(tokens)
         return length is not None and len(tokens) >= length * (self.num_frames or 1)
+
+    def grid(self, tokens: Sequence[Any]) -> Grid | None:
+        """See :class:`DecoderMixin`."""
+        of_codec: Grid | None = self.codec.grid(tokens) if hasattr(self.codec, "grid") else None
+        return of_codec if of_codec is None else of_codec._replace(frames=self.num_frames or 1)
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return the features of a black image or film, or of the shortest silent clip."""

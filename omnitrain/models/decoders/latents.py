@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from omnitrain.data.packing.sample import SEEDS, Features
+from omnitrain.data.packing.sample import SEEDS, Features, Grid
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import TensorFeatures, one_item
 from omnitrain.models.decoders.media_tokenizers import ImageTargetAdapter, image_of
@@ -101,6 +101,10 @@ class ImageLatents:
     def length(self, tokens: Sequence[Any]) -> int:
         """Return the number of tokens of an item."""
         return int(self.side**2)
+
+    def grid(self, tokens: Sequence[Any]) -> Grid:
+        """Return where the tokens of an item stand."""
+        return Grid(0, 1, self.side, self.side)
 
     def adapter(self) -> ImageTargetAdapter:
         """Return the converter from target images to input features."""

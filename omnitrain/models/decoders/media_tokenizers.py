@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageOps
 from transformers import PreTrainedModel
 
-from omnitrain.data.packing.sample import Features
+from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures, one_item
@@ -103,6 +103,11 @@ class ImageTargetAdapter(ComponentAdapter):
             image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
         return {"pixel_values": pixels_of(image)[None]}, self.num_tokens
 
+    def grid(self, features: Features) -> Grid:
+        """Return where its tokens stand."""
+        side = math.isqrt(self.num_tokens)
+        return Grid(0, 1, side, side)
+
 
 def pixels_of(image: Image.Image) -> np.ndarray:
     """Return the values of an RGB image, float32 ``[3, height, width]`` in [-1, 1]."""
@@ -114,14 +119,21 @@ class _SizedTargetAdapter(ComponentAdapter):
 
     modalities = ("image",)
 
-    def __init__(self, sizes: Sequence[tuple[int, int]], lengths: Sequence[int]) -> None:
-        self.sizes, self.lengths = sizes, lengths
+    def __init__(self, sizes: Sequence[tuple[int, int]], grids: Sequence[Grid]) -> None:
+        self.sizes, self.grids = sizes, grids
+
+    def grid(self, features: Features) -> Grid:
+        return self.grids[int(features["size"][0])]
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
         image = media.convert("RGB")
         which = min(range(len(self.sizes)), key=lambda place: _difference(image.size, self.sizes[place]))
         fitted = ImageOps.fit(image, self.sizes[which], Image.Resampling.BICUBIC)
-        return {"pixel_values": pixels_of(fitted).reshape(-1), "size": np.array([which])}, self.lengths[which]
+        return {"pixel_values": pixels_of(fitted).reshape(-1), "size": np.array([which])}, _length(self.grids[which])
+
+
+def _length(grid: Grid) -> int:
+    return grid.before + math.prod(grid[1:])
 
 
 def _difference(size: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
@@ -190,6 +202,9 @@ class _ImageVQTokenizer:
     def length(self, codes: Sequence[int]) -> int:
         return int(self.side**2)
 
+    def grid(self, codes: Sequence[int]) -> Grid:
+        return Grid(0, 1, self.side, self.side)
+
     def adapter(self) -> ImageTargetAdapter:
         return ImageTargetAdapter(self.image_size, self.side**2)
 
@@ -233,10 +248,14 @@ class _SizedVQTokenizer:
             )
         self.first_size = _num_codes(model)
         self.num_codes = self.first_size + len(self.sizes)
-        self.lengths = [1 + width // self.stride * (height // self.stride) for width, height in self.sizes]
+        self.grids = [Grid(1, 1, height // self.stride, width // self.stride) for width, height in self.sizes]
+
+    def grid(self, codes: Sequence[int]) -> Grid | None:
+        return self.grids[codes[0] - self.first_size] if codes else None
 
     def length(self, codes: Sequence[int]) -> int:
-        return self.lengths[codes[0] - self.first_size] if codes else 1
+        grid = self.grid(codes)
+        return 1 if grid is None else _length(grid)
 
     def next_codes(self, codes: Sequence[int], size: str | None) -> range:
         """See :meth:`DecoderMixin.next_classes`."""
@@ -250,7 +269,7 @@ class _SizedVQTokenizer:
         return range(place, place + 1)
 
     def adapter(self) -> _SizedTargetAdapter:
-        return _SizedTargetAdapter(self.sizes, self.lengths)
+        return _SizedTargetAdapter(self.sizes, self.grids)
 
     def encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> torch.Tensor:
         """Encode images, equal sizes together; an item is its size, and its codes row by row."""
@@ -260,7 +279,7 @@ class _SizedVQTokenizer:
         for size, (width, height) in enumerate(self.sizes):
             if own := [image for image, of_image in zip(images, sizes, strict=True) if of_image == size]:
                 pixels = torch.stack(own).view(-1, 3, height, width)
-                codes[size] = iter(_encoded(self.model, pixels).split(self.lengths[size] - 1))
+                codes[size] = iter(_encoded(self.model, pixels).split(math.prod(self.grids[size][1:])))
         items = [(features["size"][place : place + 1] + self.first_size, size) for place, size in enumerate(sizes)]
         return torch.cat([part for first, size in items for part in (first, next(codes[size]))])
 

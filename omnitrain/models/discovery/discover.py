@@ -7,6 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, cast
@@ -16,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from omnitrain.data.packing.sample import Features
+from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.render.native import NativeInputs
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.find_interface import InterfaceSearch
-from omnitrain.models.discovery.geometry import config_nodes
+from omnitrain.models.discovery.geometry import config_nodes, vision_sizes
 from omnitrain.models.discovery.interface import ModalityInterface, method_name
 from omnitrain.models.discovery.model_errors import suppress_errors_of_models
-from omnitrain.models.discovery.placeholders import TokenExtras, extra_arguments, marks, video_marks
+from omnitrain.models.discovery.placeholders import TokenExtras, extra_arguments, marks, special_ids, video_marks
 from omnitrain.models.discovery.probe_inputs import media_arguments
 from omnitrain.models.discovery.text_run import (
     MODALITIES,
@@ -42,6 +43,7 @@ from omnitrain.torch_private import tree_iter
 METHODS = ("compute_3d_position_ids", "get_rope_index")
 """Names of the methods with which models compute positions of media, the likeliest first."""
 
+_GRID = "image_grid_thw"  # argument with the patches of images: frames, rows, columns
 _Array: TypeAlias = np.ndarray[Any, Any]
 _ALIASES = (
     ("second_per_grid_ts", "second_per_grids", "video_second_per_grid"),
@@ -301,6 +303,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         placeholders=discovery.token_ids,
         token_inputs=discovery.extras.names,
         positions=SamplePositions(discovery.positions),
+        grid_positions=_grid_positions(discovery),
         token_types=discovery.extras,
         in_forward=frozenset(discovery.in_forward),
         forward_arguments=discovery.forward_arguments,
@@ -309,6 +312,40 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
         written=frozenset(modality for modality, interface in discovery.interfaces.items() if interface.are_words),
         video_marks=discovery.extras.video_marks,
     )
+
+
+def _grid_positions(discovery: Discovery) -> GridPositions | None:
+    """The positions of images in grids; None: images have no places in them."""
+    interface, function = discovery.interfaces.get("image"), discovery.positions
+    if interface is None or function.config is None or not function.axes or _GRID not in interface.arguments:
+        return None
+    values = json.loads(function.config)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    special = special_ids(config)
+    plain = [token for token in range(len(special) + 4) if token not in special]
+    around = marks(config, "image") or (plain[1], plain[2])
+    merge = vision_sizes(config, "image").merge
+    return GridPositions(function, discovery.extras, (plain[0], around[0]), interface.token_id, around[1], merge)
+
+
+@dataclass(frozen=True)
+class GridPositions:
+    """Computes the positions of written media as if the foundation read them as images; can be pickled."""
+
+    function: PositionFunction
+    extras: TokenExtras
+    before: tuple[int, ...]  # ids before an image
+    token_id: int  # of the placeholder
+    after: int
+    merge: int  # patches of a grid along a side that are one token
+
+    def __call__(self, grid: Grid) -> np.ndarray | None:
+        """See :attr:`~omnitrain.data.render.native.NativeInputs.grid_positions`."""
+        count, first = math.prod(grid[1:]), len(self.before)
+        ids = np.array([*self.before, *[self.token_id] * count, self.after])
+        sizes = np.array([[grid.frames, grid.rows * self.merge, grid.columns * self.merge]])
+        positions = self.function(ids, {_GRID: sizes}, self.extras(ids))
+        return positions[:, first:] - positions[:, first - 1 : first] - 1
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
-from omnitrain.models.components.protocols import Token
 from omnitrain.models.foundation.runner import EncodedMedia, Head
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
+from omnitrain.models.omni.writers import WORDS, GridPlace, parts_of, places_in_grids, start_tokens, writers_of
 from omnitrain.ops.attention.packed_context import seeing_blocks
 from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Sampling
@@ -60,7 +60,8 @@ def generate(
         processor: the model's processor; it has the end token and the start token of each modality.
         prompts: results of :meth:`OmniProcessor.prompt`.
         max_new_tokens: maximum length of an answer, text and media tokens together; the same on all ranks.
-        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry. With guidance, a
+        sampling: ``text`` or a decoder's name -> how its tokens are sampled; greedy without an entry. The size of
+            ``text`` is that of images which the foundation writes as words of its vocabulary. With guidance, a
             second sequence runs beside each: the same tokens after :attr:`Sample.unconditional`.
         seed: seed of sampling, at least 0.
         use_cache: keep keys and values; without it every step runs the whole sequence (for tests).
@@ -77,6 +78,7 @@ def generate(
     numbers = range(len(prompts)) if numbers is None else numbers
     inference, answers = model.inference, dict[int, Answer]()
     all_or_raise(inference.everyone, partial(_require_answerable, model, prompts, is_guided(sampling)))
+    writers = writers_of(model, processor, sampling["text"].size if "text" in sampling else None)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -87,10 +89,10 @@ def generate(
         with inference.gathered(model):
             for batch in encoded + [_Batch([], [], [[]], [])] * (rounds - len(encoded)):
                 uniform = UniformStreams(seed, [numbers[place] for place in batch.places], model.device)
-                made = _decode(model, processor, batch, max_new_tokens, sampling, uniform, use_cache)
+                made = _decode(model, processor, writers, batch, max_new_tokens, sampling, uniform, use_cache)
                 answers |= zip(batch.places, made, strict=True)
             tokens = [answer.tokens for answer in answers.values()]
-            parts = inference.from_first(lambda: [_parts(model, processor, drawn) for drawn in tokens])
+            parts = inference.from_first(lambda: [parts_of(writers, processor, drawn) for drawn in tokens])
     finally:
         for module, was_training in modes.items():
             module.training = was_training
@@ -184,6 +186,7 @@ def _places(model: OmniModel, prompts: Sequence[Sample], places: Iterable[int]) 
 def _decode(
     model: OmniModel,
     processor: OmniProcessor,
+    writers: Mapping[str, Any],
     batch: _Batch,
     max_new_tokens: int,
     sampling: dict[str, Sampling],
@@ -191,11 +194,11 @@ def _decode(
     use_cache: bool,
 ) -> list[Answer]:
     """Return the answers to the prompts of a batch, without parts."""
-    writers = {processor.start_of(m, name): name for m, decoders in processor.writers.items() for name in decoders}
-    sequences = [GeneratedSequence(writers, max_new_tokens) for _ in batch.places]
-    decoders, end_token = model.decoders, processor.end_token
-    heads, blocks = Heads(model, sampling, uniform, batch.copies), _blocks(model)
+    starts, end_token = start_tokens(processor, writers), processor.end_token
+    sequences = [GeneratedSequence(starts, max_new_tokens) for _ in batch.places]
+    heads, blocks = Heads(model, writers, sampling, uniform, batch.copies), _blocks(model)
     foundation = _Foundation(model, batch, end_token, use_cache)
+    grid_positions = cache(processor.renderer.grid_positions)
     turn: list[tuple[str, list[int]]] | None = None  # it goes on after another forward
     columns: _Columns | None = None
     while model.inference.peers.any(any(not sequence.is_done for sequence in sequences)):
@@ -205,9 +208,10 @@ def _decode(
         by_mode = turn or turn_of(sequences, blocks)
         drawn = model.inference.from_first(partial(heads.draw, by_mode, sequences, *states))
         turn = by_mode if drawn.tokens is None else None
-        columns = _columns(by_mode, drawn, batch.copies, blocks, end_token)
+        places = places_in_grids(grid_positions, writers, by_mode, sequences, drawn.embeds.size(1))
+        columns = _columns(by_mode, drawn, batch.copies, blocks, end_token, places)
         for row, tokens in (drawn.tokens or {}).items():
-            sequences[row].take(tokens, end_token, lambda name, item: decoders[name].is_complete(item))
+            sequences[row].take(tokens, end_token, lambda name, item: writers[name].is_complete(item))
     for sequence in sequences:
         sequence.answer.unfinished_item = None if sequence.mode == "text" else sequence.mode
     return [sequence.answer for sequence in sequences]
@@ -225,12 +229,14 @@ class _Columns:
     Attributes:
         rows: those that get tokens, if others wait.
         keeps: whether the batch has these tokens from then on; else they are for one forward.
+        places: of rows that write media in grids.
     """
 
     ids: list[int]
     embeds: torch.Tensor
     rows: list[int] | None
     keeps: bool
+    places: dict[int, GridPlace]
 
 
 def _columns(
@@ -239,6 +245,7 @@ def _columns(
     copies: Sequence[Sequence[int]],
     blocks: Collection[str],
     end_token: int,
+    places: Mapping[int, GridPlace],
 ) -> _Columns:
     ids: list[Any] = [end_token] * len(drawn.embeds)
     rows: list[int] = []
@@ -246,9 +253,10 @@ def _columns(
         for row, of_copies in product(of_mode, copies):
             if mode in blocks:
                 rows.append(of_copies[row])
-            elif mode == "text" and drawn.tokens is not None:
+            elif mode in ("text", WORDS) and drawn.tokens is not None:
                 (ids[of_copies[row]],) = drawn.tokens[row]
-    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None)
+    of_copies_too = {copy[row]: place for row, place in places.items() for copy in copies}
+    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None, of_copies_too)
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -306,6 +314,7 @@ class _Foundation:
         self.seen = 0  # columns that the caches hold
         self.block_ids = left_padded([_block_ids(pack) for pack in packs], 0)
         self.has_blocks = bool(self.block_ids.any())
+        self.starts: dict[int, torch.Tensor] = {}  # row -> ``[axes, 1]``, the position at which its grid starts
         self.added: _Columns | None = None  # the columns that the next forward is for
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -434,15 +443,24 @@ class _Foundation:
         self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(ids)[:, None].expand(-1, width)], dim=1)
         self.mask = torch.cat([self.mask, real], dim=1)
         self.block_ids = torch.cat([self.block_ids, real * (0 if columns.rows is None else start + 1)], dim=1)
-        largest = self.position_ids.amax(dim=-1, keepdim=True)
-        if self.position_ids.ndim == 3:  # every axis continues after its largest position
-            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
-        self.position_ids = torch.cat([self.position_ids, largest + real.cumsum(dim=-1)], dim=-1)
+        self.position_ids = torch.cat([self.position_ids, self._positions_of(columns, real)], dim=-1)
         kind = int(self.runner.native.extras.marks_answer)
         self.token_inputs = {
             name: torch.cat([values, values.new_full((size, width), kind)], dim=1)
             for name, values in self.token_inputs.items()
         }
+
+    def _positions_of(self, columns: _Columns, real: torch.Tensor) -> torch.Tensor:
+        """Position ids of new columns: of a text, or of places in a grid; ``real``: ``[batch, width]``, 1 or 0."""
+        largest = self.position_ids.amax(dim=-1, keepdim=True)
+        if self.position_ids.ndim == 3:  # every axis continues after its largest position
+            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
+        positions = largest + real.cumsum(dim=-1)
+        for row, place in columns.places.items():
+            if place.begins:
+                self.starts[row] = largest[:, row] + 1
+            positions[:, row] = self.starts[row] + place.positions.to(positions.device)
+        return positions
 
 
 def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -461,21 +479,3 @@ def _fill_up(cache: DynamicCache, input_ids: torch.Tensor) -> None:
         if missing := input_ids.size(1) - layer.get_seq_length():
             empty = input_ids.new_zeros(1, 1, missing, 1)
             layer.update(empty, empty)
-
-
-def _parts(model: OmniModel, processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:
-    """Turn drawn tokens into text and media, in order, without start and end tokens."""
-    hidden_ids = {processor.end_token, *processor.start_tokens.values()}
-    parts: list[Any] = []
-    text: list[Token] = []
-    item: list[Token] = []
-    for mode, token in tokens:
-        if mode == "text":
-            text += [] if token in hidden_ids else [token]
-            continue
-        item.append(token)
-        if model.decoders[mode].is_complete(item):
-            parts += [processor.tokenizer.decode(text)] if text else []
-            parts.append(model.decoders[mode].lm_generate(item))
-            text, item = [], []
-    return parts + ([processor.tokenizer.decode(text)] if text else [])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -108,14 +108,22 @@ class Heads:
     def __init__(
         self,
         model: OmniModel,
+        writers: Mapping[str, Any],
         sampling: dict[str, Sampling],
         uniform: UniformStreams,
         copies: Sequence[Sequence[int]],
     ) -> None:
-        """``copies``: of the sequences, the row of each in the batch; with guidance, each again without condition."""
-        self._decoders, self._text_embedding = model.decoders, model.foundation.get_input_embeddings()
-        self._samplers = {name: _sampler(sampling.get(name, Sampling())) for name in ("text", *self._decoders)}
-        self._settings, self._uniform, self._copies = sampling, uniform, copies
+        """Take settings.
+
+        ``writers``: the decoders by name, and what writes words of the vocabulary; ``copies``: of the sequences, the
+        row of each in the batch; with guidance, each again without condition.
+        """
+        self._writers, self._text_embedding = writers, model.foundation.get_input_embeddings()
+        self._words = {"text", *writers} - model.decoders.keys()
+        self._settings = {name: sampling.get("text" if name in self._words else name) or Sampling() for name in writers}
+        self._settings["text"] = sampling.get("text") or Sampling()
+        self._samplers = {name: _sampler(one) for name, one in self._settings.items()}
+        self._uniform, self._copies = uniform, copies
         self._draws: dict[str, _Draw] = {}  # of the decoders that are not ready
 
     def draw(
@@ -141,11 +149,11 @@ class Heads:
             read = copies.flatten() if self._sampling(mode).guidance != 1 else copies[0]
             draw = self._draws.pop(mode, None) or self._new_draw(mode, rows, sequences)
             tokens: torch.Tensor | None
-            if mode == "text":
+            if mode in self._words:
                 tokens = draw(text_logits[read].float())[:, None]
                 of_rows = self._text_embedding(tokens)
             else:
-                of_rows, tokens = self._decoders[mode].lm_embed(hidden[read], draw)
+                of_rows, tokens = self._writers[mode].lm_embed(hidden[read], draw)
             if of_rows.size(1) > 1:  # alone in its turn
                 embeds = embeds.expand(-1, of_rows.size(1), -1).clone()
             embeds[copies] = of_rows[: len(rows)].to(embeds.dtype)
@@ -157,13 +165,13 @@ class Heads:
 
     def _new_draw(self, mode: str, rows: Sequence[int], sequences: Sequence[GeneratedSequence]) -> _Draw:
         sampling = self._sampling(mode)
-        allowed: list[range | None] = [None] * len(rows)
+        allowed: list[range | torch.Tensor | None] = [None] * len(rows)
         if mode != "text":
-            allowed = [self._decoders[mode].next_classes(sequences[row].item, sampling.size) for row in rows]
+            allowed = [self._writers[mode].next_classes(sequences[row].item, sampling.size) for row in rows]
         return _Draw(sampling.guidance, self._samplers[mode], self._uniform, rows, allowed)
 
     def _sampling(self, mode: str) -> Sampling:
-        return self._settings.get(mode, Sampling())
+        return self._settings[mode]
 
 
 class _Draw:
@@ -175,9 +183,9 @@ class _Draw:
         sampler: Sampler,
         uniform: UniformStreams,
         rows: Sequence[int],
-        allowed: Sequence[range | None],
+        allowed: Sequence[range | torch.Tensor | None],
     ) -> None:
-        """``rows``: the sequences; ``allowed``: the classes that each of them may get; None: any."""
+        """``rows``: the sequences; ``allowed``: the classes that each may get, a range or ``[n]``; None: any."""
         self._guidance, self._sampler, self._uniform = guidance, sampler, uniform
         self._rows, self._allowed = rows, allowed
         self.state: Any = None
@@ -186,7 +194,10 @@ class _Draw:
         copies, logits = len(logits) // len(self._rows), self.guided(logits)
         for of_row, classes in zip(logits, self._allowed, strict=True):
             if classes is not None:
-                of_row[: classes.start], of_row[classes.stop :] = -torch.inf, -torch.inf
+                where = slice(classes.start, classes.stop) if isinstance(classes, range) else classes.to(of_row.device)
+                kept = of_row[where].clone()
+                of_row.fill_(-torch.inf)
+                of_row[where] = kept
         return self._sampler(partial(self._uniform.next, self._rows), logits).repeat(copies)
 
     def guided(self, values: torch.Tensor) -> torch.Tensor:

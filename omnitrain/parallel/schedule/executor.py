@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.components.outputs import OmniOutput
+from omnitrain.models.components.outputs import HeadInput, OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
@@ -38,7 +38,7 @@ OnOutput = Callable[[Pack, OmniOutput], Any]
 ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
 OnEncoded = Callable[[int, Pack, MicroBatchWork], Any]
 
-_Key = tuple[int, int]  # stage, micro-batch
+_Key = tuple[int | str, int]  # stage, or decoder whose head is a node; micro-batch
 
 
 class OnPhase(Protocol):
@@ -58,12 +58,13 @@ class OnPhase(Protocol):
 
 @dataclass
 class _LiveMicroBatch:
-    """A micro-batch in a stage, between its forward and its backward.
+    """A micro-batch in a stage, or in a head behind the last one, between its forward and its backward.
 
     Attributes:
         arrived: the tensors that the stage before sent; their gradients go back to it.
-        sent: the tensors that the next stage got; their gradients come back from it.
+        sent: the tensors that the next stage or the heads behind got; their gradients come back from it.
         losses: scalars whose gradient is 1.
+        heads: the heads behind the last stage that got ``sent``; empty: the next stage did.
         delayed: weight gradients that the schedule computes by an action of their own; None: the backward does.
     """
 
@@ -71,6 +72,7 @@ class _LiveMicroBatch:
     sent: tuple[Tensor, ...]
     losses: tuple[Tensor, ...]
     delayed: WeightGradients | None
+    heads: Sequence[str] = ()
 
 
 class Executor:
@@ -125,6 +127,7 @@ class Executor:
         self._backward_in: dict[_Key, Transfer] = {}
         self._forward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
+        self._for_heads: dict[_Key, HeadInput] = {}
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
         self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
@@ -177,8 +180,8 @@ class Executor:
         if self._pipeline is not None:
             self._pipeline.channel.finish()
         self._graph.finish()
-        kinds = (self._live, self._delayed, self._forward_in, self._forward_out, self._backward_in, self._backward_out)
-        left = sorted({key for kind in kinds for key in kind})
+        messages = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
+        left = {key for kind in (self._live, self._delayed, self._for_heads, *messages) for key in kind}
         assert not left, f"(stage, micro-batch) without all their actions: {left}"
 
     def _expect_features(self, schedule: Schedule) -> None:
@@ -213,6 +216,9 @@ class Executor:
         return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
 
     def _forward(self, action: Action) -> None:
+        if action.component != FOUNDATION:
+            self._forward_of_head(action)
+            return
         stage, micro_batch = key = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
         arrived = self._arrived(self._forward_in, key, requires_grad=self._trains)
@@ -227,11 +233,29 @@ class Executor:
         if stage < self._last:
             sent = output
             self._hand_over(sent, self._forward_out, key, self._forward_in, stage + 1)
+        elif output.behind:
+            sent = tuple(given.states for given in output.behind.values())
+            for name, given in output.behind.items():
+                self._for_heads[name, micro_batch] = given
+                self._graph.states[name].send(micro_batch, [given.states])
         if self._trains:
             losses = self._loss(self._losses(output) if stage == self._last else [])
-            self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed)
+            heads = [*output.behind] if stage == self._last else []
+            self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed, heads)
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
+
+    def _forward_of_head(self, action: Action) -> None:
+        """Run the head of a decoder on the hidden states that came, leaves of a graph of its own."""
+        assert action.micro_batch is not None
+        key = name, micro_batch = action.component, action.micro_batch
+        (states,) = self._graph.states[name].take(micro_batch)
+        given = self._for_heads.pop(key)._replace(states=states.requires_grad_(self._trains))
+        output = self._model.run_head(name, given)
+        if self._trains:
+            self._live[key] = _LiveMicroBatch((given.states,), (), self._counted(self._losses(output)), None)
+        if self._on_output is not None:
+            self._on_output(self._batch.packs[micro_batch].to(self._model.device), output)
 
     def _output(self, stage: int, micro_batch: int, pack: Pack, arrived: tuple[Tensor, ...]) -> Any:
         """The output of a stage for a micro-batch."""
@@ -257,6 +281,10 @@ class Executor:
         balance = None if self._routers is None else self._routers.loss()
         if balance is not None:
             losses = [*losses, balance]
+        return self._counted(losses)
+
+    def _counted(self, losses: list[Tensor]) -> tuple[Tensor, ...]:
+        """The sum of losses, a part of the total; empty without any."""
         if not losses:
             return ()
         loss = torch.stack(losses).sum() * self._share
@@ -269,6 +297,9 @@ class Executor:
         return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:
+        if action.component != FOUNDATION:
+            self._backward_of_head(action)
+            return
         key = stage, micro_batch = _key(action)
         live = self._live.pop(key)
         if self._held is None:
@@ -287,9 +318,19 @@ class Executor:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, stage - 1)
 
-    def _backward_of_stage(self, live: _LiveMicroBatch, key: _Key) -> None:
+    def _backward_of_head(self, action: Action) -> None:
+        assert action.micro_batch is not None
+        live = self._live.pop((action.component, action.micro_batch))
+        torch.autograd.backward(live.losses)
+        back = [torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived]
+        self._graph.states[action.component].give_back(action.micro_batch, back)
+
+    def _backward_of_stage(self, live: _LiveMicroBatch, key: tuple[int, int]) -> None:
         gradients: list[Tensor | None] = [None] * len(live.losses)
-        gradients += self._arrived(self._backward_in, key) if live.sent else ()
+        if live.heads:
+            gradients += [g for name in live.heads for g in self._graph.states[name].take_gradients(key[1], 0)]
+        elif live.sent:
+            gradients += self._arrived(self._backward_in, key)
         roots = (*live.losses, *live.sent)
         pairs = [pair for pair in zip(roots, gradients, strict=True) if pair[0].requires_grad]
         if pairs:  # none if only a tower trains and no rank has media for it
@@ -422,7 +463,7 @@ class Executor:
             self._on_phase(action=place)
 
 
-def _key(action: Action) -> _Key:
+def _key(action: Action) -> tuple[int, int]:
     assert action.stage is not None and action.micro_batch is not None
     return action.stage, action.micro_batch
 

@@ -21,7 +21,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.ops.timing import FEATURES, Phase, What
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.schedule.edge import GroupEdge
+from omnitrain.parallel.schedule.edge import Edge, GroupEdge
 from omnitrain.parallel.schedule.node import Node, Run, Window
 from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -60,6 +60,11 @@ class StepGraph:
         self._messages: Mapping[str, FeatureEdge] = {} if self._layout is None else self._layout.edges
         media = [placement for placement in self._topology.components if placement.media]
         self._nodes = {placement.name: self._node(placement, trains=trains, twice=twice) for placement in media}
+        # decoder whose head is a node of its own -> brings it the foundation's hidden states, and their gradients back
+        self.states: dict[str, Edge] = {
+            name: GroupEdge(lambda _: None, partial(_waiting, model, name), is_trained=trains)
+            for name in self._topology.heads_behind
+        }
         self._take_kept(upcoming)
 
     def _node(self, placement: Placement, *, trains: bool, twice: bool) -> Node:

@@ -9,7 +9,7 @@ from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.encoders import encoder_windows
+from omnitrain.plan.schedule.encoders import encoder_windows, with_heads
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
 
@@ -26,11 +26,12 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
     number = plan.num_micro_batches
     if not number:
         return Schedule(((),), (0,), 0)
-    if layout is None:
-        return schedule_of_plan(ComponentPlan(), number)
-    placements = [plan.topology.component(name) for name in layout.components]
-    schedule = schedule_of_plan(layout.components[FOUNDATION].plan, number, encoder_windows(placements, number))
-    if not layout.sections:
+    foundation = ComponentPlan() if layout is None else layout.components[FOUNDATION].plan
+    placements = [] if layout is None else [plan.topology.component(name) for name in layout.components]
+    schedule = schedule_of_plan(foundation, number, encoder_windows(placements, number))
+    names = plan.topology.heads_behind
+    schedule = with_heads(schedule, {n: [k for k in range(number) if n in plan.calls_and_heads(k)[1]] for n in names})
+    if layout is None or not layout.sections:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
     sections = [section_windows(layout, plan, name, upcoming) for name in layout.sections]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -57,8 +57,8 @@ class Action(NamedTuple):
 
     kind: Kind  # what it does
     # index of the stage. A ``SEND`` has the stage that sends, a ``RECV`` the stage that receives. None: the action
-    # belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``, messages between a
-    # section and the first stage)
+    # belongs to no stage (``ENCODE``, ``EXCHANGE``, ``ENCODE_B``, ``OPTIMIZER``, ``OVERLAP_F_B``, messages between
+    # components)
     stage: int | None = None
     # index of the micro-batch; of encoders: the first one of the window. None: the action is done once in the step
     micro_batch: int | None = None
@@ -129,6 +129,9 @@ class SectionWindows:
     upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
     # component of this section -> one of another section that it reads, in windows of equal size
     reads: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # number of stages of each of its components: the section has as many lists of actions. With several, a forward of a
+    # stage is ``F``, and ``ENCODE`` is not used
+    num_stages: int = 1
 
     @property
     def keeps(self) -> float:
@@ -138,6 +141,31 @@ class SectionWindows:
     def components_of(self, window: int) -> list[str]:
         """Return the components that have items in a window."""
         return [component for component, windows in self.encoded.items() if window in windows]
+
+    def passes_of(self, component: str, window: int, stage: int) -> tuple[Action, Action]:
+        """Return the actions of a stage of a component that encode a window, and run its backward."""
+        if self.num_stages > 1:
+            forward = Action(Kind.F, stage, window, component=component)
+            return forward, forward._replace(kind=Kind.B)
+        encode = Action(Kind.ENCODE, None, window, component=component)
+        return encode, encode._replace(kind=Kind.ENCODE_B)
+
+
+def rows_of_sections(sections: Sequence[SectionWindows], first: int) -> dict[str, range]:
+    """Return section -> the indices of its lists of actions, one for each of its stages, from ``first`` on."""
+    ends = accumulate((section.num_stages for section in sections), initial=first)
+    return {section.name: range(*rows) for section, rows in zip(sections, pairwise(ends), strict=True)}
+
+
+class StagedNode(NamedTuple):
+    """A component whose forwards and backwards are actions of its stages, as those of the foundation are."""
+
+    component: str  # its name
+    ranks: tuple[int, ...]  # ``[stages]``, the list of actions of each stage
+    windows: tuple[int, ...]  # first micro-batches of the windows that it runs
+    is_trained: bool = True  # whether it has backwards
+    # whether its input is the foundation's hidden states, and its output a loss; else it reads media and gives features
+    reads_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +177,7 @@ class Schedule:
     num_micro_batches: int  # number of micro-batches of the step
     # sections; after the pipeline ranks, ``actions`` has the list of each of them
     sections: tuple[SectionWindows, ...] = ()
+    heads: tuple[StagedNode, ...] = ()  # decoders whose heads are nodes behind the last stage
 
     @property
     def num_ranks(self) -> int:
@@ -158,7 +187,7 @@ class Schedule:
     @property
     def num_pipeline_ranks(self) -> int:
         """Number of pipeline ranks."""
-        return len(self.actions) - len(self.sections)
+        return len(self.actions) - sum(section.num_stages for section in self.sections)
 
     @property
     def num_stages(self) -> int:
@@ -170,18 +199,49 @@ class Schedule:
         """Component of a section -> number of messages with its features for which the first stage has room."""
         return {component: section.slots for section in self.sections for component in section.encoded}
 
+    @cached_property
+    def rows_of_sections(self) -> Mapping[str, range]:
+        """Section -> the indices of its lists of actions, one for each of its stages."""
+        return rows_of_sections(self.sections, self.num_pipeline_ranks)
+
+    @cached_property
+    def staged(self) -> Mapping[str, StagedNode]:
+        """Component -> its stages: the foundation, heads, and the components of sections with several stages."""
+        nodes = [StagedNode(FOUNDATION, self.stage_ranks, tuple(range(self.num_micro_batches))), *self.heads]
+        nodes += [
+            StagedNode(component, tuple(self.rows_of_sections[s.name]), tuple(windows), component in s.trained)
+            for s in self.sections
+            for component, windows in s.encoded.items()
+            if s.num_stages > 1
+        ]
+        return {node.component: node for node in nodes}
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, ascending."""
+        """Return the stages of the foundation on a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
+    def sources_of(self, part: Action) -> list[Action]:
+        """Return the passes whose results a pass needs: of the stage before or after, or across the hidden states."""
+        assert part.stage is not None
+        node, last = self.staged[part.component], self.num_stages - 1
+        stage = part.stage + (-1 if part.kind is Kind.F else 1)
+        if 0 <= stage < len(node.ranks):
+            return [part._replace(stage=stage)]
+        if node.reads_states and stage < 0:
+            return [part._replace(stage=last, component=FOUNDATION)]
+        if part.component == FOUNDATION and stage > last:
+            heads = [head.component for head in self.heads if part.micro_batch in head.windows]
+            return [part._replace(stage=0, component=head) for head in heads]
+        return []
+
     def send_of(self, part: Action) -> Action | None:
-        """Return the send of a pass's result to another rank; None: it stays on its rank, or nobody needs it."""
+        """Return the send of a pass's result to another stage's rank; None: it stays there, or no stage needs it."""
         if part.kind is Kind.W or part.stage is None:
             return None
-        stage = part.stage + (1 if part.kind is Kind.F else -1)
-        if not 0 <= stage < self.num_stages or self.stage_ranks[stage] == self.stage_ranks[part.stage]:
+        stage, ranks = part.stage + (1 if part.kind is Kind.F else -1), self.staged[part.component].ranks
+        if not 0 <= stage < len(ranks) or ranks[stage] == ranks[part.stage]:
             return None
-        return part._replace(kind=SEND_OF[part.kind], peer=self.stage_ranks[stage])
+        return part._replace(kind=SEND_OF[part.kind], peer=ranks[stage])
 
     @cached_property
     def senders(self) -> Mapping[Action, tuple[int, int]]:
@@ -218,10 +278,13 @@ _KEPT = frozenset(
 def without_backwards(schedule: Schedule, *, encodes_only: bool = False) -> Schedule:
     """Return a schedule without backwards, their messages and reductions.
 
-    ``encodes_only``: also without the foundation's stages after the first, which then only reads features.
+    ``encodes_only``: also without heads and the foundation's stages after the first, which then only reads features.
     """
-    rows = (_forwards_in(row) for row in schedule.actions)
-    return schedule.with_actions([a for a in row if not encodes_only or _is_of_encoders(a)] for row in rows)
+    rows = [[*_forwards_in(row)] for row in schedule.actions]
+    if encodes_only:
+        heads = {(0, head.component) for head in schedule.heads}
+        rows = [[a for a in row if _is_of_encoders(a) and (a.stage, a.component) not in heads] for row in rows]
+    return schedule.with_actions(rows)
 
 
 def _forwards_in(row: Iterable[Action]) -> Iterator[Action]:

@@ -66,7 +66,10 @@ def _subtree(name: str, facts: Mapping[str, Mapping[str, str]], schedule: Schedu
 def row_names(schedule: Schedule) -> list[str]:
     """Return the names of a schedule's lists of actions, all of one width: pipeline ranks, then sections."""
     names = [f"rank {rank:>2}" for rank in range(schedule.num_pipeline_ranks)]
-    names += [section.name for section in schedule.sections]
+    for section in schedule.sections:
+        names += (
+            [section.name] if section.num_stages == 1 else [f"{section.name} {k}" for k in range(section.num_stages)]
+        )
     return [name.ljust(max(map(len, names))) for name in names]
 
 

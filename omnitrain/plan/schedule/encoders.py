@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from omnitrain.plan.placement import Placement
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import FOUNDATION, Action, Kind, Schedule, StagedNode
 from omnitrain.plan.schedule.simulate import Event, simulate
 
 # A backward takes about twice as long as a forward.
 _SECONDS = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
+_FORWARDS, _BACKWARDS = {Kind.F, Kind.ENCODE}, {Kind.B, Kind.ENCODE_B}
 
 
 class EncoderWindows(NamedTuple):
@@ -72,7 +74,8 @@ def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], d
     last: dict[int, int] = {}
     for index, action in enumerate(row):
         for part in action.passes:
-            if part.stage == 0 and part.micro_batch is not None and part.kind is not Kind.W:
+            if part.stage == 0 and part.component == FOUNDATION and part.kind is not Kind.W:
+                assert part.micro_batch is not None
                 window = part.micro_batch - part.micro_batch % size
                 if part.kind is Kind.F:
                     first.setdefault(window, index)
@@ -86,11 +89,32 @@ def with_weights(row: Sequence[Action]) -> Iterator[tuple[list[Action], Action, 
 
     They are gathered for each of its passes, and its gradients are reduced after its last backward.
     """
-    last_backward = {action.component: index for index, action in enumerate(row) if action.kind is Kind.ENCODE_B}
+    last_backward = {a._replace(micro_batch=None): index for index, a in enumerate(row) if a.kind in _BACKWARDS}
     for index, action in enumerate(row):
-        if action.kind not in (Kind.ENCODE, Kind.ENCODE_B):
+        if action.component == FOUNDATION or action.kind not in _FORWARDS | _BACKWARDS:
             yield [], action, []
             continue
-        is_last = last_backward.get(action.component) == index
-        after = [Action(kind, component=action.component) for kind in [Kind.REDUCE] * is_last + [Kind.RESHARD]]
-        yield [Action(Kind.UNSHARD, component=action.component)], action, after
+        is_last = last_backward.get(action._replace(micro_batch=None)) == index
+        weights = Action(Kind.UNSHARD, action.stage, component=action.component)
+        after = [weights._replace(kind=kind) for kind in [Kind.REDUCE] * is_last + [Kind.RESHARD]]
+        yield [weights], action, after
+
+
+def with_heads(schedule: Schedule, heads: Mapping[str, Sequence[int]]) -> Schedule:
+    """Return a schedule in which the heads of decoders are nodes behind the last stage, on its rank.
+
+    ``heads``: decoder -> micro-batches in which it has targets. A head has a forward after that of the last stage,
+    whose hidden states it reads, and a backward before that of the last stage, which begins with its gradients.
+    """
+    if not heads or not schedule.num_micro_batches:
+        return schedule
+    rank, last = schedule.stage_ranks[-1], schedule.num_stages - 1
+    row: list[Action] = []
+    for action in schedule.actions[rank]:
+        parts = [part for part in action.passes if part.stage == last and part.kind is not Kind.W]
+        behind = [Action(p.kind, 0, p.micro_batch, None, h) for p in parts for h in heads if p.micro_batch in heads[h]]
+        row += [part._replace(kind=Kind.B) for part in behind[::-1] if part.kind is not Kind.F]
+        row += [action, *(part for part in behind if part.kind is Kind.F)]
+    rows = (*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :])
+    nodes = tuple(StagedNode(head, (rank,), tuple(windows), reads_states=True) for head, windows in heads.items())
+    return replace(schedule, actions=rows, heads=nodes)

@@ -9,7 +9,7 @@ from itertools import accumulate, chain, compress
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows, rows_of_sections
 from omnitrain.plan.schedule.encoders import uses_of_windows, with_weights
 from omnitrain.plan.schedule.simulate import Durations, Event, simulate
 
@@ -50,19 +50,20 @@ def with_sections(
     first_rank = schedule.stage_ranks[0]
     events = simulate(schedule, durations).events[first_rank]
     rows = [list(row) for row in schedule.actions]
-    row_of = {component: len(rows) + index for index, s in enumerate(sections) for component in s.encoded}
+    rows_of = rows_of_sections(sections, len(rows))
+    row_of = {component: rows_of[section.name] for section in sections for component in section.encoded}
     peers = dict.fromkeys(row_of, first_rank)
-    peers |= {read: row_of[reader] for s in sections for reader, read in s.reads.items()}
+    peers |= {read: row_of[reader][0] for s in sections for reader, read in s.reads.items()}
     passes: dict[str, list[_Pass]] = {}
     for section in _readers_first(sections):
         turns = _turns(events, section, [passes[s.name] for s in sections if _feeds(section, s)])
         passes[section.name] = [*_order(section, turns, encoding, _limiting(section, sections))]
     trained = frozenset[str]().union(*(section.trained for section in sections))
-    for index, section in enumerate(sections, len(schedule.actions)):
+    for section in sections:
         to_main = [component for component in section.encoded if peers[component] == first_rank]
-        rows[first_rank] = _with_messages(rows[first_rank], section, to_main, index)
-        actions = _actions(section, passes[section.name], peers, row_of, trained)
-        rows.append([*chain.from_iterable((*first, action, *last) for first, action, last in with_weights(actions))])
+        rows[first_rank] = _with_messages(rows[first_rank], section, to_main, rows_of[section.name][-1])
+        passes_of = passes[section.name]
+        rows += [_actions(section, k, passes_of, peers, row_of, trained) for k in range(section.num_stages)]
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
 
 
@@ -132,34 +133,39 @@ def _with_messages(row: list[Action], section: SectionWindows, components: Seque
 
 def _actions(
     section: SectionWindows,
+    stage: int,
     passes: Sequence[_Pass],
     peers: Mapping[str, int],
-    row_of: Mapping[str, int],
+    row_of: Mapping[str, range],
     trained: frozenset[str],
 ) -> list[Action]:
-    """Return the actions of a section's ranks, without those for its weights.
+    """Return the actions of a section's ranks.
 
-    ``passes``: what it encodes, in order. ``peers``: component -> the list of those who read its features. ``row_of``:
-    component -> the list of its section. ``trained``: components of all sections that have a backward.
+    ``stage``: the one whose ranks they are; all stages run the same passes in one order. ``passes``: what it encodes,
+    in order. ``peers``: component -> the list of those who read its features. ``row_of``: component -> the lists of its
+    section. ``trained``: components of all sections that have a backward.
     """
     actions: list[Action] = []
     ahead = [Action(Kind.ENCODE, None, w, None, component) for component, ws in section.upcoming.items() for w in ws]
     ahead.sort(key=lambda action: action.micro_batch or 0)
     for window, is_backward, *_ in passes:
         for component in section.components_of(window):
-            if is_backward and component not in section.trained:
-                continue
-            message = Action(Kind.RECV_B if is_backward else Kind.SEND_F, None, window, peers[component], component)
-            encode = Action(Kind.ENCODE_B if is_backward else Kind.ENCODE, None, window, None, component)
-            read = section.reads.get(component)
-            if read is not None and not is_backward:
-                actions.append(Action(Kind.RECV_F, None, window, row_of[read], read))
-            actions += [message, encode] if is_backward else [message] if section.is_encoded else [encode, message]
-            if read in trained and is_backward:
-                actions.append(Action(Kind.SEND_B, None, window, row_of[read], read))
+            row, read = row_of[component][stage], section.reads.get(component)
+            encode = section.passes_of(component, window, stage)[is_backward]
+            inputs = [Action(Kind.RECV_F, stage, window, row - 1, component)] if stage else []
+            if not stage and read is not None:
+                inputs = [Action(Kind.RECV_F, None, window, row_of[read][-1], read)]
+            output = Action(Kind.SEND_F, stage, window, row + 1, component)
+            if stage == section.num_stages - 1:
+                output = output._replace(stage=None, peer=peers[component])
+            if not is_backward:
+                actions += [*inputs, *([] if section.is_encoded else [encode]), output]
+            elif component in section.trained:
+                back = [message._replace(kind=Kind.SEND_B) for message in inputs if message.component in trained]
+                actions += [output._replace(kind=Kind.RECV_B), encode, *back]
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
-    return [*actions, *ahead]
+    return [*chain.from_iterable((*before, a, *after) for before, a, after in with_weights([*actions, *ahead]))]
 
 
 def _order(

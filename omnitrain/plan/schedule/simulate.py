@@ -15,8 +15,8 @@ Seconds = Any  # float; int or Fraction where a result has to be exact
 Durations = Callable[[Action], Seconds] | Mapping[Kind, Seconds] | Mapping[tuple[Kind, int], Seconds]
 _Fact = tuple[Any, ...]  # something that becomes true when an action ends: (kind, stage, micro-batch, component)
 
-# Pass -> the send that brings its input from another stage, the pass there that makes it, and the step to that stage.
-_INPUTS = {Kind.F: (Kind.SEND_F, Kind.F, -1), Kind.B: (Kind.SEND_B, Kind.I, 1), Kind.I: (Kind.SEND_B, Kind.I, 1)}
+# Pass -> the send that brings its input from another stage, and the pass there that makes it.
+_INPUTS = {Kind.F: (Kind.SEND_F, Kind.F), Kind.B: (Kind.SEND_B, Kind.I), Kind.I: (Kind.SEND_B, Kind.I)}
 _MADE_BY = {Kind.SEND_F: Kind.F, Kind.SEND_B: Kind.I}
 
 
@@ -153,7 +153,7 @@ class _Run:
         self.link_free: list[Seconds] = [0] * schedule.num_ranks
         self.facts: dict[_Fact, Seconds] = {}  # what has become true -> when
         self.waiting: dict[_Fact, list[int]] = defaultdict(list)  # what is not true yet -> ranks that wait for it
-        self.gathered: dict[tuple[int, int | None], Seconds] = {}  # rank and stage -> when its weights are there
+        self.gathered: dict[tuple[int, str, int | None], Seconds] = {}  # rank, stage -> when its weights are there
         self.ready = deque(range(schedule.num_ranks))
 
     def timeline(self) -> Timeline:
@@ -202,24 +202,22 @@ class _Run:
 
     def _arrivals(self, rank: int, part: Action) -> Iterator[_Fact]:
         """Yield the actions that bring a forward or backward its input from another stage."""
-        assert part.stage is not None
-        send, made_by, step = _INPUTS[part.kind]
-        if not 0 <= part.stage + step < self.schedule.num_stages:
-            return
-        source = part._replace(stage=part.stage + step)
-        if not self.has_messages or self.schedule.stage_ranks[part.stage + step] == rank:
-            yield _fact(source, made_by)
-        else:
-            yield _fact(part, RECEIVE_FOR[part.kind])
-            yield _fact(source, send)
+        send, made_by = _INPUTS[part.kind]
+        for source in self.schedule.sources_of(part):
+            assert source.stage is not None
+            if not self.has_messages or self.schedule.staged[source.component].ranks[source.stage] == rank:
+                yield _fact(source, made_by)
+            else:
+                yield _fact(part, RECEIVE_FOR[part.kind])
+                yield _fact(source, send)
 
     def _run(self, rank: int, action: Action, needs: list[_Fact]) -> None:
         """Run an action whose needs are all true."""
         free = self.free[rank]
         can_start = max([free, *(self.facts[fact] for fact in needs)])
         if action.computes:
-            stages = [part.stage for part in action.passes]
-            start = max([can_start, *(self.gathered[rank, s] for s in stages if (rank, s) in self.gathered)])
+            stages = [(rank, part.component, part.stage) for part in action.passes]
+            start = max([can_start, *(self.gathered[stage] for stage in stages if stage in self.gathered)])
             made = max([free, *map(self._made, needs)])
             self.free[rank] = end = start + self.duration(action)
             exposed = start - made if action.kind in COMPUTE else 0
@@ -247,7 +245,7 @@ class _Run:
         self.link_free[rank] = start + takes
         self.events[rank].append(Event(action, start, start + takes + latency))
         if action.kind is Kind.UNSHARD:
-            self.gathered[rank, action.stage] = start + takes
+            self.gathered[rank, action.component, action.stage] = start + takes
         return start + takes + latency
 
     def _circle(self, stuck: dict[int, _Fact]) -> tuple[Wait, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise, product, zip_longest
 from typing import NamedTuple
 
 from omnitrain.errors import ScheduleError
@@ -92,14 +92,14 @@ def _counts(schedule: Schedule, lowered: bool) -> Iterator[Problem]:
 def _expected(schedule: Schedule, lowered: bool) -> dict[Action, int]:
     """Return the passes and messages that a schedule must have, each with its rank."""
     passes = (part for row in schedule.actions for action in row for part in action.passes)
-    is_split = {(part.stage, part.micro_batch) for part in passes if part.kind in (Kind.I, Kind.W)}
+    is_split = {(part.component, part.stage, part.micro_batch) for part in passes if part.kind in (Kind.I, Kind.W)}
     expected: dict[Action, int] = {}
-    for stage, rank in enumerate(schedule.stage_ranks):
-        for k in range(schedule.num_micro_batches):
-            kinds = (Kind.F, Kind.I, Kind.W) if (stage, k) in is_split else (Kind.F, Kind.B)
-            for kind in kinds:
-                expected[Action(kind, stage, k)] = rank
-                if lowered and (send := schedule.send_of(Action(kind, stage, k))) is not None:
+    for node in schedule.staged.values():
+        for (stage, rank), k in product(enumerate(node.ranks), node.windows):
+            kinds = (Kind.I, Kind.W) if (node.component, stage, k) in is_split else (Kind.B,)
+            for kind in (Kind.F, *kinds * node.is_trained):
+                expected[part := Action(kind, stage, k, component=node.component)] = rank
+                if lowered and (send := schedule.send_of(part)) is not None:
                     assert send.peer is not None
                     expected[send], expected[send.receive(rank)] = rank, send.peer
     return expected
@@ -108,18 +108,19 @@ def _expected(schedule: Schedule, lowered: bool) -> dict[Action, int]:
 def _reason(schedule: Schedule, action: Action) -> str:
     """Say why an action is not one of the schedule's."""
     stage, micro_batch = action.stage, action.micro_batch
-    if stage is None or not 0 <= stage < schedule.num_stages:
-        return f"there is no such stage; stages are 0 to {schedule.num_stages - 1}"
+    ranks = schedule.staged[action.component].ranks if action.component in schedule.staged else ()
+    if stage is None or not 0 <= stage < len(ranks):
+        return f"there is no such stage; stages are 0 to {len(ranks) - 1}"
     if micro_batch is None or not 0 <= micro_batch < schedule.num_micro_batches:
         return f"there is no such micro-batch; micro-batches are 0 to {schedule.num_micro_batches - 1}"
     if action.kind is Kind.B:
         return f"the backward of stage {stage}, micro-batch {micro_batch} is there as I or W, too"
     other = stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1)
-    if action.kind in SENDS | RECEIVES and 0 <= other < schedule.num_stages:
-        here, there = schedule.stage_ranks[stage], schedule.stage_ranks[other]
+    if action.kind in SENDS | RECEIVES and 0 <= other < len(ranks):
+        here, there = ranks[stage], ranks[other]
         peer = "nothing is sent between them" if here == there else f"its peer is rank {there}"
         return f"stage {stage} is on rank {here}, stage {other} on {there}, so {peer}"
-    return f"stage {stage} of {schedule.num_stages} has no such action"
+    return f"stage {stage} of {len(ranks)} has no such action"
 
 
 def _message_orders(schedule: Schedule) -> Iterator[Problem]:
@@ -194,13 +195,14 @@ def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterato
 def _needed_weights(action: Action) -> list[Action]:
     if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
         return [Action(Kind.UNSHARD, component=action.component)]
-    return [Action(Kind.UNSHARD, part.stage) for part in action.passes]
+    return [Action(Kind.UNSHARD, part.stage, component=part.component) for part in action.passes]
 
 
 def _reduced(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterator[Problem]:
     last = {Action(Kind.REDUCE, stage): -1 for stage in schedule.stages_of(rank)}
     for index, action in enumerate(row):
-        last |= {Action(Kind.REDUCE, part.stage): index for part in action.passes if part.kind is not Kind.F}
+        backwards = (part for part in action.passes if part.kind is not Kind.F)
+        last |= {Action(Kind.REDUCE, part.stage, component=part.component): index for part in backwards}
         if action.kind is Kind.ENCODE_B:
             last[Action(Kind.REDUCE, component=action.component)] = index
     for action, backward in last.items():
@@ -245,28 +247,26 @@ def _windows_of_main(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tupl
 
 def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
     """Yield the actions of a section for each of its windows, and of the readers of its features, in order."""
-    readers = {
-        read: (rank, component)
-        for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks)
-        for component, read in section.reads.items()
-    }
+    readers = {read: (section, reader) for section in schedule.sections for reader, read in section.reads.items()}
     main = schedule.stage_ranks[0]
     listed = dict.fromkeys((a.component, a.micro_batch) for places in at for a in places if a.stage is None)
-    for rank, section in enumerate(schedule.sections, schedule.num_pipeline_ranks):
+    for section in schedule.sections:
+        rank = schedule.rows_of_sections[section.name][-1]
         for component, start in listed:
             if component not in section.encoded or start is None or start >= schedule.num_micro_batches:
                 continue  # of another section, for its weights, or of the next step
             micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
-            encode = Action(Kind.ENCODE, micro_batch=start, component=component)
-            peer, reader = readers.get(component, (main, None))
-            first, last = _first_and_last(at[main], micro_batches)
-            if reader is not None:
-                first = encode._replace(component=reader)
-                last = first._replace(kind=Kind.ENCODE_B)
-            here = [*([] if section.is_encoded else [encode]), encode._replace(kind=Kind.SEND_F, peer=peer)]
-            backward = [encode._replace(kind=Kind.RECV_B, peer=peer), encode._replace(kind=Kind.ENCODE_B)]
-            read = [encode._replace(kind=Kind.RECV_F, peer=rank), first]
-            returned = encode._replace(kind=Kind.SEND_B, peer=rank)
+            message = Action(Kind.SEND_F, micro_batch=start, component=component)
+            peer, (first, last) = main, _first_and_last(at[main], micro_batches)
+            if component in readers:
+                reading, reader = readers[component]
+                peer = schedule.rows_of_sections[reading.name][0]
+                first, last = reading.passes_of(reader, start, 0)
+            encode, encode_b = section.passes_of(component, start, section.num_stages - 1)
+            here = [*([] if section.is_encoded else [encode]), message._replace(peer=peer)]
+            backward = [message._replace(kind=Kind.RECV_B, peer=peer), encode_b]
+            read = [message._replace(kind=Kind.RECV_F, peer=rank), first]
+            returned = message._replace(kind=Kind.SEND_B, peer=rank)
             if returned in at[peer] or any(action in at[rank] for action in backward):
                 here += backward
                 read += [last, returned]

@@ -11,6 +11,7 @@ from omnitrain.data.packing.sample import Rejected
 from omnitrain.data.sources.rows import MODALITIES, Row, open_sources
 from omnitrain.errors import DataError, UserError
 from omnitrain.models.omni.generate import Answer, generate, is_guided
+from omnitrain.models.omni.writers import WORDS, writers_of
 from omnitrain.recipe import DataSource, Sampling, Train
 from omnitrain.train.build_from_recipe import load_checkpoint
 from omnitrain.train.device import use_device
@@ -43,12 +44,12 @@ class Answerer:
         quiet_libraries()
         self._model, self._processor = load_checkpoint(checkpoint, init_device=str(use_device(Train())))
         self.limit, self._seed = max_new_tokens, seed
-        if guidance != 1 and not self._model.decoders:
-            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
         of_images = self._processor.writers.get("image", {})
-        if size is not None and not of_images:
-            raise UserError(f"size {size!r}: the model writes no images; leave it out")
-        self._sampling = {"text": Sampling(temperature=temperature)}
+        writers = writers_of(self._model, self._processor, None if of_images else size)
+        if guidance != 1 and not writers:
+            raise UserError(f"guidance {guidance:g}: the model writes no media; leave it out")
+        of_words = {"guidance": guidance, "size": size} if WORDS in writers else {}
+        self._sampling = {"text": Sampling(temperature=temperature, **of_words)}
         for name, decoder in self._model.decoders.items():
             own = size if name in of_images else None
             decoder.next_classes([], own)  # raises for a size that it cannot write

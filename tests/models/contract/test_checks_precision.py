@@ -19,9 +19,9 @@ def problem_of(family: str) -> str:
     return check_precision(model_class, config, contract_of(model_class(config)))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", pytest.param("emu3", marks=pytest.mark.second)])
 def test_a_family_computes_in_bf16_as_transformers_does(family: str) -> None:
-    config = FAMILIES[family]()
+    config = (FAMILIES | UNSHRINKABLE)[family]()
     model = foundation_class(config)(config)
     assert precision_problem_of(model, contract_of(model)) == ""
 

@@ -176,7 +176,10 @@ def test_prompts_of_a_model_that_reads_by_itself_answer_together_as_alone(monkey
     both = pair_of(FAMILIES["glm4v"]())  # rows of images and videos have the same placeholder
     prompts = [probe.sample for probe in both.probes]
     assert {("image",), ("video",)} <= {probe.modalities for probe in both.probes}
-    processor: Any = SimpleNamespace(start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer())
+    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    processor: Any = SimpleNamespace(
+        start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
+    )
 
     def tokens(some: list[Sample], **options: bool) -> list:
         return [answer.tokens for answer in generate(both.ours, processor, some, max_new_tokens=6, **options)]

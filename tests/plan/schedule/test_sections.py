@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
+from omnitrain.plan.schedule.encoders import with_heads
 from omnitrain.plan.schedule.generators import accumulate, gpipe, interleaved, one_f_one_b, zbv
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.sections import with_sections
@@ -119,6 +121,46 @@ def test_a_section_reads_the_features_of_another_one_and_returns_their_gradients
         [*schedule.actions[:2], [a for a in schedule.actions[2] if "SEND_B0" not in str(a)]]
     )
     assert any("SEND_B0>1@tower" in problem.message for problem in problems_in(without))
+
+
+def test_a_component_of_a_section_may_have_stages() -> None:
+    """Each stage takes 0.5; the features leave the last one, to which their gradients come back."""
+    schedule = planned(accumulate(2), vision(2, num_stages=2))
+    first, last = (
+        [str(a) for a in row if a.kind not in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE)] for row in schedule.actions[1:]
+    )
+    assert first[:4] == ["0F0@image", "0SEND_F0>2@image", "0F1@image", "0SEND_F1>2@image"]
+    assert first[4:] == ["0RECV_B0<2@image", "0B0@image", "0RECV_B1<2@image", "0B1@image"]
+    assert last[:4] == ["1RECV_F0<1@image", "1F0@image", "SEND_F0>0@image", "1RECV_F1<1@image"]
+    assert last[6:9] == ["RECV_B0<0@image", "1B0@image", "1SEND_B0>1@image"]
+    assert [str(a) for a in schedule.actions[0][:4]] == ["RECV_F0<2@image", "0F0", "0B0", "SEND_B0>2@image"]
+
+    def seconds(action: Action) -> float:
+        return {Kind.F: 1, Kind.B: 2}.get(action.kind, 0) * (0.5 if action.component == "image" else 1)
+
+    assert simulate(schedule, seconds, slots=0).makespan == 2 * 0.5 + 2 * 3 + 2 * 1
+
+
+@pytest.mark.parametrize("m", [1, 5, 8])
+@pytest.mark.parametrize("make", [one_f_one_b, zbv])
+def test_stages_of_sections_that_read_each_other_run_beside_stages(make: Callable[..., Schedule], m: int) -> None:
+    sections = [replace(section, num_stages=n) for section, n in zip(chain(m), (2, 3), strict=True)]
+    schedule = planned(lower(make(2, m)), *sections)
+    assert problems_in(schedule) == () and schedule.num_ranks == schedule.num_pipeline_ranks + 5
+    without = [[a for a in row if str(a) != "1SEND_B0>2@tower"] for row in schedule.actions]
+    (problem, *_) = problems_in(schedule.with_actions(without))
+    assert "1SEND_B0>2@tower is missing" in problem.message
+
+
+def test_heads_are_nodes_behind_the_last_stage() -> None:
+    schedule = with_heads(lower(one_f_one_b(2, 3), hold_weights=False), {"image": range(3)})
+    assert problems_in(schedule) == ()
+    assert [str(a) for a in schedule.actions[1] if a.passes][:4] == ["1F0", "0F0@image", "0B0@image", "1B0"]
+    assert simulate(schedule, TIMES).makespan == 1 + 3 * 2 * 3 + 2
+    swapped = [[*row] for row in schedule.actions]
+    first, second = (swapped[1].index(Action.parse(text)) for text in ("0B0@image", "1B0"))
+    swapped[1][first], swapped[1][second] = swapped[1][second], swapped[1][first]
+    assert "1B0, for 0B0@image" in problems_in(schedule.with_actions(swapped))[0].message
 
 
 @pytest.mark.parametrize("m", [1, 5, 16])

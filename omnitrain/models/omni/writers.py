@@ -1,0 +1,147 @@
+"""What writes media in generation: the decoders, and the foundation itself, if image codes are words (Emu3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from omnitrain.data.packing.sample import NATIVE_PREFIX, Grid
+from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import Token
+from omnitrain.models.omni.heads import GeneratedSequence
+from omnitrain.models.omni.model import OmniModel
+
+WORDS = f"{NATIVE_PREFIX}image"  # the mode of sequences in which the foundation writes an image
+_DECODE = "decode_image_tokens"  # method of such a foundation
+_AREA = 512 * 512  # pixels
+
+
+class ImageWords:
+    """Writes images of one size as words of the foundation's vocabulary, as a decoder does.
+
+    The processor of the foundation says which tokens an image has around its codes, and the foundation's own map which
+    words are codes, and which stand between rows of them. Only codes are drawn.
+    """
+
+    def __init__(self, host: Any, processor: OmniProcessor, size: str | None) -> None:
+        """``host``: the module that decodes codes; ``size``: ``WIDTHxHEIGHT``; None: a square.
+
+        Raises:
+            UserError: the processor makes an image of another size.
+        """
+        self._host = host
+        self._processor = processor.renderer.processor
+        side = math.isqrt(getattr(self._processor, "image_area", _AREA))
+        width, height = (side, side) if size is None else map(int, size.split("x"))
+        ids, is_word, features = processor.renderer.image_tokens(Image.new("RGB", (width, height)))
+        made = (features["pixel_values"].shape[-2], features["pixel_values"].shape[-1])
+        if size is not None and made != (height, width):
+            kind = type(self._processor).__name__
+            raise UserError(f"size {size!r}: {kind} makes {made[1]}x{made[0]} of such an image; use that")
+        words = self._words(*made, int(is_word.sum()))
+        self._rows, self._row = words.shape
+        self._first = int(is_word.argmax())
+        self._tokens = torch.from_numpy(ids)
+        self._tokens[torch.from_numpy(is_word)] = words.flatten()
+        self._codes = torch.tensor(self._host.vocabulary_mapping.image_tokens)
+        self.start = int(self._tokens[0])
+
+    def _words(self, height: int, width: int, count: int) -> Tensor:
+        """Words ``[rows, n]`` of an image whose codes are all 0, of pixels that have ``count`` words."""
+        for stride in range(1, min(height, width) + 1):
+            codes = torch.zeros(height // stride, width // stride, dtype=torch.long)
+            words: Tensor = self._host.vocabulary_mapping.convert_img2bpe(codes).long()
+            if words.numel() == count:
+                return words
+        raise UserError(f"no grid of codes has the {count} words that the processor gives {width}x{height} pixels")
+
+    def grid(self, tokens: Sequence[Token]) -> Grid | None:
+        """See :class:`DecoderMixin`: words have the positions of a text."""
+        return None
+
+    def is_complete(self, tokens: Sequence[Token]) -> bool:
+        """Whether all tokens of an image, but its start token, are there."""
+        return len(tokens) >= len(self._tokens) - 1
+
+    def next_classes(self, tokens: Sequence[Token], size: str | None) -> Tensor:
+        """Return ids ``[n]`` of the tokens that may follow: all codes, or the only one."""
+        token = self._tokens[len(tokens) + 1 :][:1]
+        return self._codes if bool(torch.isin(token, self._codes)) else token
+
+    def lm_generate(self, tokens: list[Any]) -> Image.Image:
+        """Decode all tokens of an image but its start token."""
+        words = torch.tensor(tokens[self._first - 1 :][: self._rows * self._row])
+        words = torch.cat([words, words.new_zeros(3)])  # the method drops three tokens, which follow an image
+        device = next(self._host.parameters()).device
+        pixels = getattr(self._host, _DECODE)(words[None].to(device), self._rows, self._row - 1)
+        images: Any = self._processor.postprocess(list(pixels.float().cpu()), return_tensors="PIL.Image.Image")
+        image: Image.Image = images["pixel_values"][0]
+        return image
+
+
+def writers_of(model: OmniModel, processor: OmniProcessor, size: str | None) -> dict[str, Any]:
+    """Return the decoders by name, and :class:`ImageWords`, if the foundation has it, for images of ``size``."""
+    hosts = [module for module in model.foundation.modules() if hasattr(module, _DECODE)]
+    if "image" in processor.renderer.written_modalities and hosts:
+        return {**model.decoders, WORDS: ImageWords(hosts[-1], processor, size)}
+    if size is not None:
+        raise UserError(f"size {size!r}: the model writes no images as words of its text; leave it out")
+    return model.decoders
+
+
+def start_tokens(processor: OmniProcessor, writers: Mapping[str, Any]) -> dict[int, str]:
+    """Return the token after which each of ``writers`` writes -> its name."""
+    found = {processor.start_of(m, name): name for m, names in processor.writers.items() for name in names}
+    return found | {writers[WORDS].start: WORDS} if WORDS in writers else found
+
+
+class GridPlace(NamedTuple):
+    """Where tokens of an item stand: ``positions`` ``[axes, n]`` from its start; whether it ``begins`` with them."""
+
+    begins: bool
+    positions: Tensor
+
+
+def places_in_grids(
+    grid_positions: Callable[[Grid], np.ndarray | None],
+    writers: Mapping[str, Any],
+    turn: Sequence[tuple[str, list[int]]],
+    sequences: Sequence[GeneratedSequence],
+    width: int,
+) -> dict[int, GridPlace]:
+    """Return where the next ``width`` tokens of sequences stand that write media in grids."""
+    found = {}
+    for mode, rows in turn:
+        for row in rows if mode != "text" else ():
+            item = sequences[row].item
+            grid = writers[mode].grid(item)
+            if grid is None or (first := len(item) - grid.before) < 0:
+                continue
+            if (positions := grid_positions(grid)) is not None:
+                found[row] = GridPlace(first == 0, torch.from_numpy(positions[:, first : first + width]))
+    return found
+
+
+def parts_of(writers: Mapping[str, Any], processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:
+    """Turn drawn tokens into text and media, in order, without start and end tokens."""
+    hidden_ids = {processor.end_token, *processor.start_tokens.values(), *start_tokens(processor, writers)}
+    parts: list[Any] = []
+    text: list[Token] = []
+    item: list[Token] = []
+    for mode, token in tokens:
+        if mode == "text":
+            text += [] if token in hidden_ids else [token]
+            continue
+        item.append(token)
+        if writers[mode].is_complete(item):
+            parts += [processor.tokenizer.decode(text)] if text else []
+            parts.append(writers[mode].lm_generate(item))
+            text, item = [], []
+    return parts + ([processor.tokenizer.decode(text)] if text else [])
