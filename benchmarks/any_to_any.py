@@ -55,7 +55,7 @@ class Run(NamedTuple):
     sampling: Sampling
 
 
-CODES = Sampling(temperature=0.5, guidance=2)
+CODES = Sampling(temperature=1.0, guidance=2)
 LATENTS = Sampling(guidance=2)
 RUNS = {
     "image_codes": Run("image", f"{{tokenizer: {TASKS}/tokenizers/image_vq, {IMAGE}}}", 800, CODES),
@@ -63,9 +63,9 @@ RUNS = {
     "image_in_context": Run(
         "image", f"{{tokenizer: {PATCHES.format(2)}, {IMAGE}, flow: {{kind: in_context}}}}", 800, LATENTS
     ),
-    "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 1000, LATENTS),
+    "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 2500, LATENTS),
     "film_in_context": Run(
-        "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 1000, LATENTS
+        "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 2500, LATENTS
     ),
 }
 JUDGES: dict[str, type[ImageJudge | VideoJudge]] = {"image": ImageJudge, "video": VideoJudge}
