@@ -7,6 +7,7 @@ second call of this program makes only what is left.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -126,8 +127,10 @@ def measured(name: str, folder: Path, rows: Path, seed: int, steps: int, prompts
     (source,) = open_sources([DataSource(path=str(rows / "heldout.parquet"))])
     asked = list(source)[:prompts]
     begun = time.perf_counter()
-    trainer = Trainer(recipe(run, folder, rows, seed, steps or run.steps), resume="auto")
-    trainer.fit()
+    shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped: nobody knows its seconds
+    trainer = Trainer(recipe(run, folder, rows, seed, steps or run.steps))
+    if trainer.fit().interrupted:
+        raise SystemExit(130)
     guided = share_right(trainer, judge, asked, run.sampling)
     seconds = time.perf_counter() - begun
     plain = share_right(trainer, judge, asked, run.sampling.model_copy(update={"guidance": 1.0}))
