@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -124,6 +125,7 @@ def run_rank(
         weights = meter.alive
         if mode is None:
             _accumulate(model, batch, meter)
+            gc.collect()  # or the update would free what circles of the step hold
         else:
             for parameter in model.parameters():
                 parameter.grad = (
