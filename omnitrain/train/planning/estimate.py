@@ -15,7 +15,7 @@ from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import MessageCost, simulate
 from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
-from omnitrain.train.planning.cells import Cell, Part
+from omnitrain.train.planning.cells import Cell, CountedPart
 from omnitrain.train.planning.devices import Device, Seconds
 
 _UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter: 4 tensors read and 3 written, in fp32
@@ -99,14 +99,14 @@ def estimate(
 _SHARE = {Kind.F: 1.0, Kind.B: 1.0, Kind.I: 0.5, Kind.W: 0.5}
 
 
-def _stages(cell: Cell, spans: Sequence[tuple[int, int]]) -> list[list[Part]]:
+def _stages(cell: Cell, spans: Sequence[tuple[int, int]]) -> list[list[CountedPart]]:
     """The parts of each stage; the ends are on the last one, where their head is."""
     stages = [list(cell.blocks[start:stop]) for start, stop in spans]
     stages[-1].append(cell.ends)
     return stages
 
 
-def _timed(stage: Sequence[Part], cell: Cell, device: Device, state: ParallelState) -> tuple[Seconds, Seconds]:
+def _timed(stage: Sequence[CountedPart], cell: Cell, device: Device, state: ParallelState) -> tuple[Seconds, Seconds]:
     """The seconds of a stage's forward and backward of a micro-batch."""
     forward, backward = _Sum(), _Sum()
     ranks = state.ranks_along("fsdp")
@@ -152,7 +152,9 @@ def _worst(ranks: Sequence[Seconds]) -> Seconds:
     return max(ranks, key=lambda seconds: seconds.total)
 
 
-def _memory(stages: Sequence[Sequence[Part]], schedule: Schedule, cell: Cell, state: ParallelState) -> dict[str, float]:
+def _memory(
+    stages: Sequence[Sequence[CountedPart]], schedule: Schedule, cell: Cell, state: ParallelState
+) -> dict[str, float]:
     """Cause -> bytes on the fullest rank."""
     found: list[dict[str, float]] = []
     sharded = cell.shards / state.size("fsdp")
@@ -170,7 +172,7 @@ def _memory(stages: Sequence[Sequence[Part]], schedule: Schedule, cell: Cell, st
     return max(found, key=lambda memory: sum(memory.values()))
 
 
-def _most_kept(stages: Sequence[Sequence[Part]], schedule: Schedule, rank: int) -> float:
+def _most_kept(stages: Sequence[Sequence[CountedPart]], schedule: Schedule, rank: int) -> float:
     """The most bytes that forwards of a rank keep at a time, from its actions in their order."""
     kept = most = 0.0
     for action in schedule.actions[rank]:
