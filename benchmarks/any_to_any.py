@@ -7,6 +7,7 @@ second call of this program makes only what is left.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -55,7 +56,7 @@ class Run(NamedTuple):
     sampling: Sampling
 
 
-CODES = Sampling(temperature=0.5, guidance=2)
+CODES = Sampling(temperature=1.0, guidance=2)
 LATENTS = Sampling(guidance=2)
 RUNS = {
     "image_codes": Run("image", f"{{tokenizer: {TASKS}/tokenizers/image_vq, {IMAGE}}}", 800, CODES),
@@ -63,9 +64,9 @@ RUNS = {
     "image_in_context": Run(
         "image", f"{{tokenizer: {PATCHES.format(2)}, {IMAGE}, flow: {{kind: in_context}}}}", 800, LATENTS
     ),
-    "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 1000, LATENTS),
+    "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 2500, LATENTS),
     "film_in_context": Run(
-        "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 1000, LATENTS
+        "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 2500, LATENTS
     ),
 }
 JUDGES: dict[str, type[ImageJudge | VideoJudge]] = {"image": ImageJudge, "video": VideoJudge}
@@ -126,8 +127,10 @@ def measured(name: str, folder: Path, rows: Path, seed: int, steps: int, prompts
     (source,) = open_sources([DataSource(path=str(rows / "heldout.parquet"))])
     asked = list(source)[:prompts]
     begun = time.perf_counter()
-    trainer = Trainer(recipe(run, folder, rows, seed, steps or run.steps), resume="auto")
-    trainer.fit()
+    shutil.rmtree(folder, ignore_errors=True)  # of a call that was stopped: nobody knows its seconds
+    trainer = Trainer(recipe(run, folder, rows, seed, steps or run.steps))
+    if trainer.fit().interrupted:
+        raise SystemExit(130)
     guided = share_right(trainer, judge, asked, run.sampling)
     seconds = time.perf_counter() - begun
     plain = share_right(trainer, judge, asked, run.sampling.model_copy(update={"guidance": 1.0}))

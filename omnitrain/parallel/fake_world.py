@@ -33,7 +33,16 @@ from omnitrain.parallel.step.order import order_of_run
 from omnitrain.parallel.step.plan import StepPlanner, topology_of
 from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.recipe.parallel import ParallelPlan
-from omnitrain.torch_private import ALL_TO_ALL, ARANGE, FakeStore, FakeTensor, FakeTensorMode, packet_of, tree_iter
+from omnitrain.torch_private import (
+    ALL_TO_ALL,
+    ARANGE,
+    FakeStore,
+    FakeTensor,
+    FakeTensorMode,
+    buffers_of,
+    packet_of,
+    tree_iter,
+)
 
 
 class WithoutContent(FakeTensorMode):
@@ -112,6 +121,15 @@ class _NoWeights(WeightLoader):
 
     def finish(self) -> None:
         self.fill(self._model)
+        for module in self._model.modules():
+            buffers = buffers_of(module)
+            for name in [name for name, buffer in buffers.items() if buffer is not None and buffer.is_meta]:
+                buffers[name] = self._buffer(buffers[name])
+
+    def _buffer(self, meta: Tensor) -> Tensor:
+        if meta.is_floating_point():
+            return self._without_content(meta)
+        return torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _FEW = 2  # blocks of each kind in the smaller run: FSDP gathers one while anoth
 
 
 @dataclass(frozen=True)
-class Part:
+class CountedPart:
     """What a part of a model holds and does in a micro-batch on one rank; sizes in bytes.
 
     Attributes:
@@ -56,8 +56,8 @@ class Cell:
         shards: number of ranks over which the cell shards parameters.
     """
 
-    blocks: tuple[Part, ...]
-    ends: Part
+    blocks: tuple[CountedPart, ...]
+    ends: CountedPart
     transient: float
     shards: int
 
@@ -117,11 +117,11 @@ def count_cell(training: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
     return Cell(tuple(parts[kind] for kind in kinds), ends, backward.end.peak - backward.alive, small.shards)
 
 
-def _whole(run: RankRun) -> Part:
+def _whole(run: RankRun) -> CountedPart:
     """The first micro-batch of a run as one part."""
     forward = next(one for one in run.actions if one.action.kind is Kind.F)
     backward = next(one for one in run.actions if one.action.kind is Kind.B)
-    return Part(
+    return CountedPart(
         run.weights,
         run.gradients,
         run.optimizer,
@@ -131,8 +131,8 @@ def _whole(run: RankRun) -> Part:
     )
 
 
-def _minus(left: Part, right: Part) -> Part:
-    return Part(
+def _minus(left: CountedPart, right: CountedPart) -> CountedPart:
+    return CountedPart(
         left.weights - right.weights,
         left.gradients - right.gradients,
         left.optimizer - right.optimizer,

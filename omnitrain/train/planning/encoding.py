@@ -13,7 +13,7 @@ from omnitrain.ops.rank_meter import RankMeter
 from omnitrain.parallel.fake_world import fake_world, parallelize_in
 from omnitrain.plan.tables import ItemFacts
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
-from omnitrain.train.planning.cells import Part, with_blocks
+from omnitrain.train.planning.cells import CountedPart, with_blocks
 from omnitrain.train.planning.rank_run import Training
 
 _ROWS = 128  # features that are counted together: products as wide as those of a run
@@ -30,7 +30,7 @@ class Encoding:
         item: one of them, as a pack lists it.
     """
 
-    part: Part
+    part: CountedPart
     elements: int
     feature_bytes: int
     item: ItemFacts = field(repr=False)
@@ -58,7 +58,7 @@ def count_encoder(training: Training, plan: ParallelPlan, name: str) -> Encoding
             backward = meter.mark()
     elements = sum(items.num_elements)
     learned = sum(p.numel() for p in parameters if p.requires_grad)
-    part = Part(
+    part = CountedPart(
         sum(p.numel() * p.element_size() for p in parameters),
         4 * learned,
         8 * learned,

@@ -28,7 +28,7 @@ from omnitrain.plan.tables import MicroBatchFacts, decode_tables, encode_table
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder, rearranged
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
-from omnitrain.train.planning.cells import Cell, Part, Work
+from omnitrain.train.planning.cells import Cell, CountedPart, Work
 from omnitrain.train.planning.devices import Device, Seconds
 from omnitrain.train.planning.encoding import Encoding
 
@@ -83,7 +83,7 @@ class PricedCell:
         kinds = {id(part): part for part in (*cell.blocks, cell.ends)}
         self._prices = {key: (self._price(part.forward), self._price(part.backward)) for key, part in kinds.items()}
 
-    def of(self, part: Part) -> tuple[Price, Price]:
+    def of(self, part: CountedPart) -> tuple[Price, Price]:
         """Return the prices of a part's forward and backward."""
         return self._prices[id(part)]
 
@@ -136,8 +136,7 @@ class StepEstimate:
         layout: of the model.
         priced: the parts of the foundation in this layout of a block.
         encodings: component -> what it does.
-        drawn: the packs of a step, in turn.
-        num_packs: of a step, over all ranks.
+        drawn: the packs of a step, of one data-parallel rank after the other.
     """
 
     def __init__(
@@ -147,7 +146,6 @@ class StepEstimate:
         priced: PricedCell,
         encodings: Mapping[str, Encoding],
         drawn: Sequence[MicroBatchFacts],
-        num_packs: int,
     ) -> None:
         self._layout, self._priced, self._device, self._encodings = layout, priced, priced.device, encodings
         self._state, self._plan = layout.state, layout.plans[FOUNDATION]
@@ -160,9 +158,9 @@ class StepEstimate:
         self._stages[-1].append(priced.cell.ends)  # their head takes most of the time
         self._timed = [(self._pass(stage, 0), self._pass(stage, 1)) for stage in self._stages]
         self._encoding_seconds = {name: self._seconds_of_element(encoding) for name, encoding in encodings.items()}
-        self._tokens = sum(drawn[0].lengths)
+        self._tokens = max(sum(facts.lengths) for facts in drawn)
         self._hidden = model.foundation.get_input_embeddings().weight.size(1)
-        self._step = self._planned(drawn, num_packs)
+        self._step = self._planned(drawn)
         self._loads = {name: self._step.loads(name).max(axis=1) for name in encodings}
         self._features = {name: self._feature_bytes(name) for name in encodings}
         self._schedule, self._timeline = self._simulated()
@@ -184,7 +182,7 @@ class StepEstimate:
         }
         return Estimate(step, idle, self._memory(), int(self._step.tokens.sum()))
 
-    def _pass(self, stage: Sequence[Part], which: int) -> Seconds:
+    def _pass(self, stage: Sequence[CountedPart], which: int) -> Seconds:
         """The seconds of a stage's forward (0) or backward (1) of a micro-batch."""
         computed = waited = beside = 0.0
         for part in stage:
@@ -206,13 +204,12 @@ class StepEstimate:
                 seconds += self._device.seconds_of_link(moved) * times
         return seconds
 
-    def _planned(self, drawn: Sequence[MicroBatchFacts], num_packs: int) -> StepPlan:
+    def _planned(self, drawn: Sequence[MicroBatchFacts]) -> StepPlan:
         """Plan the step as the ranks do, with micro-batches in the order in which sections delay nobody."""
         topology = self._layout.topology
         owners = topology.owners.tolist()
-        each = num_packs // len(owners)
-        packs = [drawn[index % len(drawn)] for index in range(num_packs)]
-        of_rank = {rank: packs[lane * each : (lane + 1) * each] for lane, rank in enumerate(owners)}
+        each = len(drawn) // len(owners)
+        of_rank = {rank: drawn[lane * each : (lane + 1) * each] for lane, rank in enumerate(owners)}
         listed = [encode_table(topology, of_rank.get(rank, ())) for rank in range(topology.world_size)]
         tables = decode_tables(topology, listed)
         if not self._layout.plan.sections:
@@ -220,13 +217,12 @@ class StepEstimate:
         forward, backward = self._timed[0]
         per_cost = {name: self._encoding_seconds[name][0] for name in self._encodings}
         rates = Rates((forward.total + backward.total) / self._tokens, per_cost)
-        if each > 1:
-            limits = tuple(
-                SectionLimits(
-                    tuple(section.components), section.ranks, section.slots, section.in_flight, section.encode_twice
-                )
-                for section in self._layout.plan.sections.values()
-            )
+        limits = tuple(
+            SectionLimits(counted, section.ranks, section.slots, section.in_flight, section.encode_twice)
+            for section in self._layout.plan.sections.values()
+            if (counted := tuple(name for name in section.components if name in self._encodings))
+        )
+        if limits and each > 1:
             order = StepOrder(limits, self._state.size("fsdp") > 1)
             tables = rearranged(topology, tables, order(topology, tables, rates))
         return plan_step(topology, tables, rates)
@@ -314,14 +310,14 @@ class StepEstimate:
         schedule = schedule_of_plan(self._plan, number, encoder_windows(placements, number))
         if plan.sections:
             windows = [full_windows(plan, self._layout.plans, name, number) for name in plan.sections]
-            windows = [
-                replace(
-                    of, encoded={c: [w for w in own if self._step.is_active(c, w)] for c, own in of.encoded.items()}
-                )
-                for of in windows
-            ]
+            windows = [replace(of, encoded=self._active(of.encoded)) for of in windows]
             schedule = with_sections(schedule, windows, self._seconds, self._encode)
         return schedule, simulate(schedule, self._seconds, self._link())
+
+    def _active(self, windows: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """The windows in which components encode, of those that are counted apart."""
+        own = {name: windows[name] for name in windows if name in self._encodings}
+        return {name: [one for one in numbers if self._step.is_active(name, one)] for name, numbers in own.items()}
 
     def _link(self) -> MessageCost:
         device, stages = self._device, self._state.ranks_along("pp")
@@ -426,7 +422,7 @@ class StepEstimate:
         )
 
 
-def _add_static(memory: dict[str, float], part: Part, shards: int) -> None:
+def _add_static(memory: dict[str, float], part: CountedPart, shards: int) -> None:
     for cause in ("weights", "gradients", "optimizer"):
         memory[cause] += getattr(part, cause) / shards
 

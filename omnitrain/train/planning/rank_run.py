@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -119,10 +120,12 @@ def run_rank(
     with mode or nullcontext(), RankMeter() as meter:
         layout = layout_of(model)
         optimizer = optimizer_of(model, settings, layout)
-        meter.hold([*model.parameters(), *model.buffers()])
+        meter.hold([one for one in model.parameters() if not one.is_meta])  # those on meta are on other ranks
+        meter.hold(model.buffers())
         weights = meter.alive
         if mode is None:
             _accumulate(model, batch, meter)
+            gc.collect()  # or the update would free what circles of the step hold
         else:
             for parameter in model.parameters():
                 parameter.grad = (

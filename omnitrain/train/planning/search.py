@@ -1,16 +1,16 @@
 """Choose a layout: those that the model and the ranks allow, each with what a step takes, or why it is out.
 
-The joint search goes through all of them by a lower bound of their seconds, the least first, and ends when the bound is
-above what was found. The search in two stages is that of Maestro (arXiv:2605.10501): first the foundation's layout,
-then the fewest ranks for encoders with which they never make it wait.
+The search goes through all of them by a lower bound of their seconds, the least first, and ends when the bound is above
+what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,6 @@ from omnitrain.train.planning.rank_run import Training
 _RECOMPUTE = ("none", "selective", "full")
 _HEADROOM = 0.95  # share of a device's memory that a layout may take: allocators and libraries need the rest
 _STAGES = 16  # most pipeline ranks that are tried
-_WAITS = 0.01  # share of a step that the foundation may wait for encoders of which it "never" waits
-SECTION = "encoders"
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class Planner:
         device: of each rank.
         num_ranks: their number.
         packs_per_step: of all ranks.
-        drawn: packs of the data, which steps have in turn; empty: that of ``training``.
+        drawn: packs of the data, which a step has in turn; empty: that of ``training``.
     """
 
     def __init__(
@@ -134,7 +132,8 @@ class Planner:
         self._plan, self._device, self._num_ranks = plan, device, num_ranks
         self._packs_per_step, self._model = packs_per_step, training.model
         pack, model = training.pack, training.model
-        self._drawn = [*drawn] or [facts_of(pack, model.runner.apart)]
+        facts = drawn or [facts_of(pack, model.runner.apart)]
+        self._drawn = [facts[index % len(facts)] for index in range(packs_per_step)]
         listed = {medium for facts in self._drawn for medium, items in facts.items.items() if items}
         used = [name for name, media in model.media_names.items() if listed.intersection(media)]
         self.encodings: dict[str, Encoding] = {}
@@ -158,18 +157,11 @@ class Planner:
         for sequence in _powers(self._num_ranks):
             yield from self.of_sequence(sequence)
 
-    @property
-    def num_counted(self) -> int:
-        """Number of layouts of a block that were counted."""
-        return len(self._cells)
-
-    def search(self, say: Callable[[str], None] = lambda _: None, top: int = 1) -> Search:
+    def search(self, top: int = 1) -> Search:
         """Find the ``top`` fastest layouts; sequences are divided only if nothing else fits, or gives all packs."""
         found = Search()
         for sequence in _powers(self._num_ranks):
-            candidates = [*self.of_sequence(sequence)]
-            self.joint(candidates, found, top)
-            say(f"sequences over {sequence} ranks: {len(candidates)} layouts")
+            self.joint(self.of_sequence(sequence), found, top)
             if found.fitting:
                 break
         return found
@@ -177,7 +169,9 @@ class Planner:
     def joint(self, candidates: Iterable[Candidate], found: Search, top: int) -> None:
         """Estimate candidates by their bounds, the least first, until none that is left can be among the fastest."""
         bounded = [(self.bound(candidate), candidate) for candidate in candidates]
-        found.refused.extend(judged for judged, _ in bounded if isinstance(judged, Candidate))
+        for judged, _ in bounded:
+            if isinstance(judged, Candidate):
+                found.add(judged)
         open_ = [(bound, candidate) for bound, candidate in bounded if not isinstance(bound, Candidate)]
         for bound, candidate in sorted(open_, key=lambda pair: pair[0].seconds):
             if len(found.fitting) >= top and bound.seconds >= _seconds(found.fitting[top - 1]):
@@ -186,27 +180,6 @@ class Planner:
                 found.rejected.append(replace(candidate, found=bound, reason=self._too_much(bound, "at least ")))
             else:
                 found.add(self.judge(candidate))
-
-    def two_stages(self, sequence: int = 1) -> Candidate | None:
-        """Find a layout in two stages; None: none fits. Without media, there is only the first stage."""
-        sections = [0, *_powers(self._num_ranks // 2)] if self.encodings and not self._plan.sections else [0]
-        best: Candidate | None = None
-        for ranks in sections:
-            alone = Planner(self._training, self._plan, self._device, self._num_ranks - ranks, self._packs_per_step)
-            alone._cells = self._cells
-            found = Search()
-            alone.joint(alone.of_sequence(sequence), found, 1)
-            if not found.fitting:
-                continue
-            first = found.fitting[0]
-            places = self._in_section(ranks) if ranks else {}
-            judged = self.judge(_placed(first, places))
-            if judged.found is None or judged.reason:
-                continue
-            best = judged if best is None or _seconds(judged) < _seconds(best) else best
-            if ranks and judged.found.idle["sections"] <= _WAITS:
-                break
-        return best
 
     def judge(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its estimate, or with why it is out."""
@@ -225,7 +198,7 @@ class Planner:
     def estimate(self, layout: Layout) -> Estimate:
         """Estimate a layout that resolves."""
         priced = self._cell(layout.plan, layout.state)
-        return StepEstimate(self._model, layout, priced, self.encodings, self._drawn, self._packs_per_step).estimate()
+        return StepEstimate(self._model, layout, priced, self.encodings, self._drawn).estimate()
 
     def of_sequence(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
@@ -236,11 +209,12 @@ class Planner:
                 if ranks % (tp * pp * sequence) or (ranks // (tp * pp)) % ep:
                     continue
                 degrees = {"tp": tp, "ulysses": sequence, "pp": pp, "ep": ep}
-                changes: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
+                named: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
+                default = {axis: 1 if getattr(self._plan.default, axis) else None for axis in degrees}
                 for recompute in _RECOMPUTE:
-                    plan = _with(self._plan, FOUNDATION, changes | {"memory.recompute": recompute})
-                    named = dict(changes) if recompute == "none" else changes | {"recompute": f"recompute-{recompute}"}
-                    yield _placed(Candidate(named or {"dp": ranks}, plan), places)
+                    plan = _with(self._plan, FOUNDATION, default | named | {"memory.recompute": recompute})
+                    mode = {} if recompute == "none" else {"recompute": f"recompute-{recompute}"}
+                    yield _placed(Candidate(named | mode or {"dp": ranks}, plan), places)
 
     def _places(self) -> Iterator[dict[str, Section | dict[str, Any]]]:
         """Yield what may be done with encoders: as the plan has them, on all ranks, or in a section."""
@@ -250,10 +224,7 @@ class Planner:
         for window in (1, "step"):
             yield {name: {"place": "world", "encode.window": window} for name in self.encodings}
         for ranks in _powers(self._num_ranks // 2):
-            yield self._in_section(ranks)
-
-    def _in_section(self, ranks: int) -> dict[str, Section | dict[str, Any]]:
-        return {SECTION: Section(components=[*self.encodings], ranks=ranks)}
+            yield {"encoders": Section(components=[*self.encodings], ranks=ranks)}
 
     @property
     def _limit(self) -> float:
@@ -275,10 +246,14 @@ class Planner:
         of_sections = sum(section.ranks for section in candidate.plan.sections.values())
         main = self._num_ranks - of_sections
         replicas = main // (tp * pp * sequence)
-        if not replicas or self._packs_per_step % replicas:
+        if not replicas:
+            return self.judge(candidate)  # it says why
+        if self._packs_per_step % replicas:
             return replace(candidate, reason=self._indivisible(replicas))
         number, one = self._packs_per_step // replicas, self._whole(candidate.plan)
-        work = sum(one.seconds) / (tp * sequence)
+        tokens = [sum(facts.lengths) for facts in self._drawn]
+        filled = (fmean(tokens) if pp == 1 else min(tokens)) / max(tokens)
+        work = sum(one.seconds) / (tp * sequence) * filled
         encodes = self._encodes
         on_main = 0.0 if of_sections or pp > 1 else encodes / main
         seconds = max(
@@ -295,8 +270,7 @@ class Planner:
         total = 0.0
         for name, encoding in self.encodings.items():
             media = self._model.media_names[name]
-            of_packs = [sum(i.cost for m in media for i in facts.items.get(m, ())) for facts in self._drawn]
-            cost = sum(of_packs[k % len(of_packs)] for k in range(self._packs_per_step))
+            cost = sum(item.cost for facts in self._drawn for medium in media for item in facts.items.get(medium, ()))
             part = encoding.part
             seconds = self._device.seconds(part.forward).computed + self._device.seconds(part.backward).computed
             total += seconds / encoding.elements * cost
@@ -304,7 +278,7 @@ class Planner:
 
     def _whole(self, plan: ParallelPlan) -> PricedCell:
         """The cell of a block that no ranks share."""
-        return self._counted(_with(plan, FOUNDATION, dict.fromkeys(("tp", "pp", "ulysses", "cp", "ep"))), 1, 1, 1)
+        return self._counted(_without(plan, ("tp", "ulysses", "cp", "ep")), 1, 1, 1)
 
     def _cell(self, plan: ParallelPlan, state: ParallelState) -> PricedCell:
         return self._counted(plan, state.size("tp"), state.size("sequence"), state.size("ep"))
@@ -314,9 +288,8 @@ class Planner:
         foundation, stands = plan.of(FOUNDATION), standing(sequence, ep)
         key = (tp, foundation.cp, foundation.ulysses, stands, str(foundation.memory), str(foundation.experts))
         if key not in self._cells:
-            nothing = dict.fromkeys(("pp", "schedule", "dp_shard", "dp_replicate", "mode"))
-            alone = _with(plan, FOUNDATION, nothing | {"ep": stands if ep > 1 else None})
-            alone = alone.model_copy(update={"sections": {}})
+            alone = _without(plan, ("pp", "schedule", "dp_shard", "dp_replicate", "mode"))
+            alone = _with(alone, FOUNDATION, {"ep": stands} if ep > 1 else {})
             ranks = tp * 2 * max(sequence, stands)
             state, _ = resolve_without_ranks(self._model, alone, self._training.mixed_precision, ranks)
             cell = count_cell(self._training, alone, ranks)
@@ -370,3 +343,10 @@ def _with(plan: ParallelPlan, component: str, values: Mapping[str, Any]) -> Para
     """The plan with these values of a component."""
     own = plan.components.get(component, ComponentPlan())
     return plan.model_copy(update={"components": {**plan.components, component: own.changed(values)}})
+
+
+def _without(plan: ParallelPlan, keys: Iterable[str]) -> ParallelPlan:
+    """The plan without these keys of the foundation, its own and those it inherits, and without sections."""
+    nothing = dict.fromkeys(keys)
+    plan = plan.model_copy(update={"default": plan.default.changed(nothing), "sections": {}})
+    return _with(plan, FOUNDATION, nothing)

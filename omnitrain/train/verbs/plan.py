@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.parallel.resolve import resolve_without_ranks
+from omnitrain.parallel.step.plan import facts_of
+from omnitrain.plan.tables import MicroBatchFacts
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.yaml_text import with_node
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, use_ops
@@ -25,10 +27,11 @@ from omnitrain.train.epochs import loader_of
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.planning.devices import MEASURED, Device
 from omnitrain.train.planning.rank_run import Training, predict_rank
-from omnitrain.train.planning.search import Candidate, Planner, Search, steps_apart
+from omnitrain.train.planning.search import Candidate, Planner, Search, steps_apart, text_pack
 
 _FASTER = 1.2  # a neighbour so many times as fast is worth a line of `check`
 _MOST_RANKS = 2**14
+_PACKS = 8  # first packs of the data, which a step has in turn
 
 
 @dataclass(frozen=True)
@@ -157,31 +160,41 @@ def require_own_file(recipe: str) -> None:
 @dataclass(frozen=True)
 class _What:
     training: Training
-    flops: float  # that the model needs for the pack
+    drawn: Sequence[MicroBatchFacts]  # packs that steps have in turn
+    flops: float  # that the model needs for a pack of these, in the mean
     pack: str  # in words
 
 
 def _what_trains(recipe: Recipe, device: Device) -> _What:
-    """Build the model on the meta device, with a pack of the recipe's data, or of one sample if it cannot be read."""
+    """Build the model on the meta device, with the first packs of the data, or of one text if they cannot be read."""
     quiet_libraries()
     mixed = mixed_precision(recipe.train, "cpu" if device.name == MEASURED else "cuda")
     try:
         model, processor = build_from_recipe(recipe, "meta")
-        (pack,), *_ = loader_of(recipe, model, processor, 1)
-        words = f"packs like the first one of the data ({pack.input_ids.numel()} tokens)"
+        packs = [pack for (pack,) in islice(loader_of(recipe, model, processor, 1), _PACKS)]
+        words = f"packs like the first {len(packs)} of the data ({fmean(map(_tokens, packs)):,.0f} tokens)"
     except UserError as error:
-        model = build_without_tokenizer(recipe)
-        tokens = recipe.data.pack_tokens
-        sample = replace(idle_prompt(model, tokens), loss_mask=np.ones(tokens, bool))
-        pack = Pack.from_samples([sample])
+        model, tokens = build_without_tokenizer(recipe), recipe.data.pack_tokens
+        packs = [text_pack(model, [tokens])]
         words = f"packs of one text of {tokens} tokens, as the data cannot be read ({error.problems[0]})"
     counter, model = ModelFlops(model), model.train()
     use_ops(model, recipe.model.ops, torch.device("cpu"), compute_dtype(recipe.parallel, mixed))
+    training = Training(model, recipe.train.optimizer, mixed, max(packs, key=_tokens))
+    drawn = [facts_of(pack, model.runner.apart) for pack in packs]
+    return _What(training, drawn, fmean(_flops(counter, pack) for pack in packs), words)
+
+
+def _tokens(pack: Pack) -> int:
+    return int(pack.input_ids.numel())
+
+
+def _flops(counter: ModelFlops, pack: Pack) -> float:
+    """That the model needs for a pack."""
     flops = counter.of_pack(pack)
     for name, media in (*pack.inputs.items(), *pack.targets.items()):
         for group in media.groups:
             flops.add_all(counter.of_media(name, group))
-    return _What(Training(model, recipe.train.optimizer, mixed, pack), flops.passes.model.total, words)
+    return flops.passes.model.total
 
 
 def _require_whole_nodes(num_ranks: int, device: Device) -> None:
@@ -193,7 +206,7 @@ def _require_whole_nodes(num_ranks: int, device: Device) -> None:
 
 
 def _planner(what: _What, recipe: Recipe, num_ranks: int, device: Device) -> Planner:
-    return Planner(what.training, recipe.parallel, device, num_ranks, recipe.train.packs_per_step)
+    return Planner(what.training, recipe.parallel, device, num_ranks, recipe.train.packs_per_step, what.drawn)
 
 
 def _numbers(candidate: Candidate, planned: Planned) -> dict[str, Any]:

@@ -79,3 +79,25 @@ def test_a_vae_without_a_scale_is_refused(folder: Path) -> None:
     config = {"model_type": "omnitrain_vae", "vae": {"latent_channels": 4, "scaling_factor": None}}
     with pytest.raises(UserError, match="`scaling_factor` of its config: found None; expected 1 / the standard dev"):
         build_omni_model(foundation=FOUNDATION, decoders={"own": {"tokenizer": {"config": config}, "image_size": 8}})
+
+
+def test_a_vae_that_scales_each_channel_is_refused(folder: Path) -> None:
+    scales = {"latents_mean": [0.0], "latents_std": [1.0]}
+    config = {"model_type": "omnitrain_vae", "vae": {"latent_channels": 1, "scaling_factor": 0.5, **scales}}
+    with pytest.raises(UserError, match=r"its config scales each channel \(latents_mean, latents_std\), which has no"):
+        build_omni_model(foundation=FOUNDATION, decoders={"own": {"tokenizer": {"config": config}, "image_size": 8}})
+
+
+def test_latents_are_features_of_an_encoder_that_is_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
+    spec = {"tower": str(folder), "processor": {"size": {"height": 8, "width": 8}}, "projector": {"kind": "linear"}}
+    model = build_omni_model(foundation=FOUNDATION, encoders={"image_encoder": spec}).eval()
+    features, num_tokens = model.image_encoder.adapter().prepare("image", picture())
+    given = to_tensors(features)
+    with torch.no_grad():
+        rows = model.image_encoder.lm_tower(given, (num_tokens,))["main"]
+        expected = built(folder).image_decoder.eval().codec.encode(given)
+        assert num_tokens == 16
+        torch.testing.assert_close(rows, expected)
+        model.save_pretrained(tmp_path)
+        loaded = build_omni_model(weights_path=tmp_path).image_encoder
+        assert torch.equal(loaded.lm_tower(given, (num_tokens,))["main"], rows)

@@ -72,7 +72,7 @@ def test_a_plan_says_how_many_devices_a_model_needs_that_does_not_fit(recipe: Pa
         ("--memory 80gigs", "--memory 80gigs: expected a number above 0 with GiB, MiB or GB, such as 80GiB"),
         ("--memory 0GiB", "--memory 0GiB: expected a number above 0"),
         ("--gpus 64 train.packs_per_step=3", "no layout of 64 devices is possible: 3 packs of a step on 16 "),
-        ("--gpus 2 parallel.default.tp=4", "no layout of 2 devices is possible: "),
+        ("--gpus 2 parallel.default.dp_shard=4", "no layout of 2 devices is possible: "),
         ("train.step=3", "train.step: unknown key"),
         ("model.foundation.config.model_type=qwen33", "found 'qwen33'; expected a model type"),
     ],
