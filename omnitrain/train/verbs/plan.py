@@ -41,7 +41,7 @@ class Planned:
     Attributes:
         num_ranks: one for each device.
         device: of each rank.
-        best: the fastest that fit, each with the bytes of its fullest rank, counted in the real build.
+        best: the fastest that fit, each with the bytes of its fullest rank (without sections: of the real build).
         neighbours: of the best layout: its words -> why it is not the best.
         flops: that the model needs for a step.
         pack: what a pack is here, in words.
@@ -237,7 +237,13 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
 
 
 def _counted(training: Training, candidate: Candidate, recipe: Recipe, num_ranks: int) -> int:
-    """Bytes of the fullest rank of a layout, counted in the real build, on the first and the last pipeline stage."""
+    """Bytes of the fullest rank of a layout, counted in the real build, on the first and the last pipeline stage.
+
+    Ranks of sections wait for messages of others, so that a layout with sections keeps what was estimated.
+    """
+    if candidate.plan.sections:
+        assert candidate.found is not None
+        return round(candidate.found.peak)
     state, _ = resolve_without_ranks(training.model, candidate.plan, training.mixed_precision, num_ranks)
     number = recipe.train.packs_per_step // state.size("dp")
     at_once = min(number, 2 * state.size("pp"))  # with more micro-batches no more are alive

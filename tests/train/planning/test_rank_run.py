@@ -22,8 +22,8 @@ def sent_and_multiplied(run: ActionRun) -> tuple[Counter[Collective], int]:
     ("config", "layout", "num_packs"),
     [
         (FOUNDATION, "dp2", 1),
-        (FOUNDATION, "pp2.recompute", 3),
-        (FOUNDATION | EXPERTS, "sp2.ep2", 2),
+        pytest.param(FOUNDATION, "pp2.recompute", 3, marks=pytest.mark.slow),
+        pytest.param(FOUNDATION | EXPERTS, "sp2.ep2", 2, marks=pytest.mark.slow),
         pytest.param(FOUNDATION, "tp2.recompute", 2, marks=pytest.mark.slow),
         pytest.param(FOUNDATION, "cp2", 1, marks=pytest.mark.slow),
         pytest.param(FOUNDATION | EXPERTS, "dp2.ep2", 1, marks=pytest.mark.slow),

@@ -13,7 +13,7 @@ from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.train.planning import search
 from omnitrain.train.planning.cells import Cell, CountedPart, Work
 from omnitrain.train.planning.devices import Device, find_device
-from omnitrain.train.planning.encoding import Encoding
+from omnitrain.train.planning.encoding import Encoding, count_encoder
 from omnitrain.train.planning.estimate import Estimate
 from omnitrain.train.planning.rank_run import Training
 from omnitrain.train.planning.search import Candidate, Planner, Search, text_pack
@@ -92,6 +92,20 @@ def test_the_joint_search_finds_the_best_of_all_layouts_and_estimates_fewer(
             assert bound.seconds <= one.found.seconds * (1 + 1e-9), str(one)
             assert bound.peak <= one.found.peak * (1 + 1e-9), str(one)
     assert sum(map(len, vars(found).values())) == len(candidates)
+
+
+def test_an_encoder_is_counted_for_its_smallest_items() -> None:
+    found = count_encoder(training(), ParallelPlan(), ENCODER)
+    sizes = [parameter.numel() for _, parameter in training().model.components[ENCODER].items()]
+    assert (found.part.weights, found.part.gradients, found.part.optimizer) == tuple(n * sum(sizes) for n in (4, 4, 8))
+    number = found.elements // found.item.elements
+    assert found.feature_bytes == number * found.item.num_tokens * 2 * FOUNDATION["hidden_size"]  # in bf16
+    forward, backward = (
+        sum(one.flops * times for one, times in work.items() if isinstance(one, Op))
+        for work in (found.part.forward, found.part.backward)
+    )
+    assert 1.5 * forward < backward <= 2 * forward  # no gradient of the pixels
+    assert found.part.kept > 0
 
 
 @pytest.mark.slow

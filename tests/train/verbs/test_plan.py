@@ -71,8 +71,14 @@ def test_a_plan_says_how_many_devices_a_model_needs_that_does_not_fit(recipe: Pa
         ("--gpus 4 --gpus-per-node 3", "--gpus 4: found nodes of 3 devices; expected a multiple of 3"),
         ("--memory 80gigs", "--memory 80gigs: expected a number above 0 with GiB, MiB or GB, such as 80GiB"),
         ("--memory 0GiB", "--memory 0GiB: expected a number above 0"),
-        ("--gpus 64 train.packs_per_step=3", "no layout of 64 devices is possible: 3 packs of a step on 16 "),
-        ("--gpus 2 parallel.default.dp_shard=4", "no layout of 2 devices is possible: "),
+        pytest.param(
+            "--gpus 64 train.packs_per_step=3",
+            "no layout of 64 devices is possible: 3 packs of a step on 16 ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--gpus 2 parallel.default.dp_shard=4", "no layout of 2 devices is possible: ", marks=pytest.mark.slow
+        ),
         ("train.step=3", "train.step: unknown key"),
         ("model.foundation.config.model_type=qwen33", "found 'qwen33'; expected a model type"),
     ],
