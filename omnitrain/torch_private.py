@@ -21,6 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common,
 from torch.distributed.tensor import DTensor, _dtensor_spec, placement_types
 from torch.distributed.tensor import _utils as tensor_utils
 from torch.nn.modules import batchnorm, dropout
+from torch.testing._internal.distributed import fake_pg
 from torch.utils import _python_dispatch, _pytree
 
 # Tensors in nested containers.
@@ -44,6 +45,10 @@ NEED_CONTENT = (
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+
+# A process group of ranks that are not there, for a layout that is tried in one process; a group by its name.
+FakeStore = fake_pg.FakeStore
+group_of_name = dist.distributed_c10d._resolve_process_group
 
 # Base classes, to know batch norms and dropouts of any kind.
 BatchNorm = batchnorm._BatchNorm
@@ -75,6 +80,8 @@ flash_attention_backward = torch.ops.aten._flash_attention_backward
 softmax_backward = torch._softmax_backward_data
 
 # Operations that are known when they run: of experts, of tensors in files, of the profiler, and collectives.
+ALL_TO_ALL = torch.ops.c10d.alltoall_base_
+ARANGE = torch.ops.aten.arange
 GROUPED_MM = torch.ops.aten._grouped_mm
 TO_COPY = torch.ops.aten._to_copy.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))) if page.is_file()]
 BASH = re.compile(r"^```(?:bash|sh|shell|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-RECIPE_VERBS = ("show", "cp", "check", "run", "verify", "profile")
+RECIPE_VERBS = ("show", "cp", "check", "plan", "run", "verify", "profile")
 
 
 def command_lines(page: Path) -> Iterator[list[str]]:

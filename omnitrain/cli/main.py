@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from omnitrain.cli.arguments import OverridesArgument, RecipeArgument, override_hint
 from omnitrain.cli.ctrl_c import raised_again_where_lost
 from omnitrain.cli.generate import generate
+from omnitrain.cli.plan import DeviceOption, plan
 from omnitrain.cli.show import show
 from omnitrain.errors import (
     EXIT_FAILED,
@@ -54,8 +55,8 @@ def resume_hint(folder: str) -> str:
 
 
 # The verbs that take overrides.
-_WITH_RECIPE = ("show", "check", "run", "profile", "verify")
-_MODEL_VERBS = ("check", "run", "profile", "verify", "generate", "export")  # the others work without torch
+_WITH_RECIPE = ("show", "check", "plan", "run", "profile", "verify")
+_MODEL_VERBS = ("check", "plan", "run", "profile", "verify", "generate", "export")  # the others work without torch
 _OLD_VERBS = {
     "resume": "run FOLDER",
     "schedule": "show RECIPE --schedule",
@@ -178,11 +179,12 @@ def check(
     no_tokenizer: Annotated[
         bool, typer.Option("--no-tokenizer", help="Skip the checks that need the tokenizer or the data.")
     ] = False,
+    device: DeviceOption = None,
 ) -> None:
-    """Validate a recipe (or a model) without loading weights, and list problems."""
+    """Validate a recipe (or a model) without loading weights, and list problems; with --device, time and memory."""
     if names_a_model(model_or_recipe):
-        if overrides or nproc is not None or no_tokenizer:
-            option = "--no-tokenizer" if no_tokenizer else "--nproc"
+        if overrides or nproc is not None or no_tokenizer or device is not None:
+            option = "--no-tokenizer" if no_tokenizer else "--nproc" if nproc is not None else "--device"
             found = f"overrides such as `{overrides[0]}` apply" if overrides else f"{option} applies"
             raise UserError(f"{model_or_recipe}: this is a model; {found} only to recipes")
 
@@ -208,6 +210,14 @@ def check(
     if problems:
         raise UserError(problem_list(model_or_recipe, problems))
     typer.echo(f"no problems in {model_or_recipe}")
+    if device is not None:
+        from omnitrain.train.planning.devices import find_device
+        from omnitrain.train.verbs.plan import check_plan
+
+        typer.echo(check_plan(resolved, nproc or 1, find_device(device)))
+
+
+app.command()(plan)
 
 
 def names_a_model(name: str) -> bool:

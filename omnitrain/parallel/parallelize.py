@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -123,8 +123,23 @@ def build_parallelize_model(
     path = None if weights_path is None else str(weights_path)
     prepared = _prepare(model, path, parallel_state or get_parallel_state(), parallel_plan or ParallelPlan(), flags)
     loads = _load(prepared, model, path, init_device)
-    _apply(prepared, loads=loads, full_shard=enable_full_shard)
+    _apply(prepared, loader_class=WeightLoader if loads else None, full_shard=enable_full_shard)
     return prepared.model
+
+
+def parallelize_alone(
+    model: OmniModel,
+    state: ParallelState,
+    plan: ParallelPlan,
+    flags: CallFlags,
+    loader: Callable[..., WeightLoader],
+) -> None:
+    """Apply a plan to the model of one rank whose peers are not there.
+
+    See :mod:`omnitrain.parallel.fake_world`. ``loader`` puts its weights in place. Styles of tensor parallelism are not
+    tried: their trial needs all ranks.
+    """
+    _apply(_prepare(model, None, state, plan, flags, is_alone=True), loader_class=loader, full_shard=True)
 
 
 @dataclass(frozen=True)
@@ -144,9 +159,18 @@ class _Prepared:
 
 
 def _prepare(
-    model: PreTrainedModel, weights_path: str | None, state: ParallelState, plan: ParallelPlan, flags: CallFlags
+    model: PreTrainedModel,
+    weights_path: str | None,
+    state: ParallelState,
+    plan: ParallelPlan,
+    flags: CallFlags,
+    *,
+    is_alone: bool = False,
 ) -> _Prepared:
-    """Merge the plan, the state and the flags; refuse contradictions. The model stays as it is."""
+    """Merge the plan, the state and the flags; refuse contradictions. The model stays as it is.
+
+    ``is_alone``: the other ranks are not there.
+    """
     if is_spread(model):
         raise UserError("the model is parallelized already; build a new one to use another layout")
     omni = model if isinstance(model, OmniModel) else build_omni_model(foundation=model, init_device=str(model.device))
@@ -158,14 +182,17 @@ def _prepare(
         require_same_adapters(present)
     plans, adapters = resolve_plans(omni, plan, state, flags, tensors, present)
     where = where_weights_are(omni)
-    require_one_source(omni, weights_path, is_bare=any(where[rank] == "meta" for rank in _sources(state)))
+    is_bare = not is_alone and any(where[rank] == "meta" for rank in _sources(state))
+    require_one_source(omni, weights_path, is_bare=is_bare)
     states = with_own_groups(state, states_of_components(state, plan, plans))
 
     def try_on_tiny_model() -> TokenSharding | None:
         """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
         for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
-            require_same_math(omni.foundation, styles, at)
-        return _token_sharding(omni, plans[FOUNDATION], tensors, state)
+            if not is_alone:
+                require_same_math(omni.foundation, styles, at)
+        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
+        return replace(tokens, problem="") if is_alone and tokens is not None and tokens.ends else tokens
 
     tokens = first_ranks(try_on_tiny_model, state.of_section(MAIN).ranks)
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
@@ -201,8 +228,8 @@ def _load(prepared: _Prepared, model: PreTrainedModel, weights_path: str | None,
     return loads
 
 
-def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
-    """Apply each feature, in this order."""
+def _apply(prepared: _Prepared, *, loader_class: Callable[..., WeightLoader] | None, full_shard: bool) -> None:
+    """Apply each feature, in this order; ``loader_class``: of weights that are not in memory on every rank."""
     omni, state, states = prepared.model, prepared.state, prepared.states
     plans = {name: plan for name, plan in prepared.plans.items() if states[name].section == state.section}
     device = device_of(state.fsdp_mesh)
@@ -213,7 +240,7 @@ def _apply(prepared: _Prepared, *, loads: bool, full_shard: bool) -> None:
     add_lora(omni, prepared.adapters)
     rest_frozen_statistics(omni)
     elsewhere = frozenset(chain.from_iterable(omni.components[name] for name in omni.components.keys() - plans))
-    loader = WeightLoader(omni, device, state.section_group, elsewhere) if loads else None
+    loader = None if loader_class is None else loader_class(omni, device, state.section_group, elsewhere)
     _set_precision(omni, prepared.plans)  # the loader casts each tensor to the dtype set here
     _set_compute_dtypes(omni, prepared.plans)
 

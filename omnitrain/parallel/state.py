@@ -393,7 +393,7 @@ def open_process_group(backend: str) -> None:
 def _as_default(states: dict[str, ParallelState]) -> ParallelState:
     """Make the state of this rank, with its process groups, the default."""
     global _default
-    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() not in ("gloo", "fake") else "cpu"
     states.update({name: replace(state, device_type=device_type) for name, state in states.items()})
     own = next(state for state in states.values() if dist.get_rank() in state.ranks)
     of_sections = {name: device_meshes(s.shape, device_type, s.first_rank) for name, s in states.items()}

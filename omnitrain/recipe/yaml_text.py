@@ -50,6 +50,21 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def with_node(text: str, key: str, value: Any) -> str:
+    """Return the YAML of a mapping with another ``value`` of a top-level key; all other lines stay as they are."""
+    lines = text.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    root = _Loader(text).get_single_node()
+    spans = [(name.start_mark.line, node.end_mark) for name, node in root.value if name.value == key]
+    start, stop = len(lines), len(lines)
+    for start, end in spans:
+        stop = max(end.line + (end.column > 0), start + 1)
+        while stop > start + 1 and not lines[stop - 1].startswith((" ", "\t", "-")):  # what follows the node
+            stop -= 1
+    return "".join([*lines[:start], dump_yaml({key: value}), *lines[stop:]])
+
+
 def _node_problems(node: yaml.Node, parents: tuple[yaml.Node, ...] = ()) -> Iterator[str]:
     if any(node is parent for parent in parents):
         yield f"{_position(node.start_mark)}: this anchor contains itself; write the value out"

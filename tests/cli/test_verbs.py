@@ -271,7 +271,7 @@ def test_an_old_command_is_refused_with_the_name_of_the_new_one(old: str, new: s
 
 
 def test_the_commands() -> None:
-    verbs = ["ls", "show", "cp", "check", "run", "verify", "profile", "generate", "export", "report", "doctor"]
+    verbs = ["ls", "show", "cp", "check", "plan", "run", "verify", "profile", "generate", "export", "report", "doctor"]
     assert sorted(typer.main.get_command(app).commands) == sorted(verbs)
 
 

@@ -7,7 +7,7 @@ results are not comparable. With replay, both runs send every token to the same 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,6 +93,15 @@ class Recording:
                 rows.copy_(recorded)
         replayed_choice = whole[tokens].to(chosen.device)
         return replayed_choice.where(replayed_choice >= 0, chosen)
+
+
+def evenly_routed(model: nn.Module, num_tokens: int) -> AbstractContextManager[Any]:
+    """Send the ``num_tokens`` tokens of a forward to all experts in turn, whatever the routers say."""
+
+    def decide(_: Any, chosen: Tensor, scores: Tensor) -> Tensor:
+        return torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % scores.size(-1)
+
+    return _LayersOf(model, num_tokens, decide)
 
 
 def _on_host(lengths: Sequence[int], tokens: Tensor | None) -> Tensor:

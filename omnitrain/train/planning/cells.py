@@ -1,0 +1,145 @@
+"""Count one block of a foundation, and its ends, for one layout of a block: by two runs that differ in one block."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from torch import nn
+
+from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.foundation.runner import FoundationRunner
+from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.rank_meter import Collective, Op
+from omnitrain.plan.schedule.actions import Kind
+from omnitrain.recipe.parallel import ParallelPlan
+from omnitrain.train.planning.rank_run import RankRun, Training, predict_rank
+
+Work = Mapping[Op | Collective, int]
+_FEW = 2  # blocks of each kind in the smaller run: FSDP gathers one while another one computes
+
+
+@dataclass(frozen=True)
+class CountedPart:
+    """What a part of a model holds and does in a micro-batch on one rank; sizes in bytes.
+
+    Attributes:
+        weights: sharded over the ranks of the cell, as are the gradients and the state of the optimizer.
+        kept: by the forward, for the backward.
+        forward: its work, and that of the backward.
+    """
+
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    kept: float = 0
+    forward: Work = field(default_factory=dict, repr=False)
+    backward: Work = field(default_factory=dict, repr=False)
+
+    @property
+    def static(self) -> float:
+        """Bytes that it holds all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The parts of a model in one layout of a block.
+
+    Attributes:
+        blocks: for each block of the foundation, its part.
+        ends: all else: embeddings, head, loss, encoders and decoders.
+        transient: the most bytes that a backward needs besides: gathered weights, recomputed activations.
+        shards: number of ranks over which the cell shards parameters.
+    """
+
+    blocks: tuple[CountedPart, ...]
+    ends: CountedPart
+    transient: float
+    shards: int
+
+
+def kinds_of_blocks(model: OmniModel) -> list[int]:
+    """Return for each block of the foundation the number of its kind: of one class, shapes and pattern of attention."""
+    kinds: dict[object, int] = {}
+    return [kinds.setdefault(_kind(block), len(kinds)) for block in text_blocks(model.foundation)]
+
+
+def _kind(block: nn.Module) -> object:
+    shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
+    patterns = [getattr(part, "sliding_window", None) for part in block.modules()]
+    return type(block), shapes, tuple(pattern for pattern in patterns if isinstance(pattern, int))
+
+
+def with_blocks(model: OmniModel, kept: list[int]) -> OmniModel:
+    """Return a copy of a model on the meta device with these blocks of its foundation alone."""
+    assert model.runner is not None
+    blocks = text_blocks(model.foundation)
+    everything = list(blocks)
+    try:
+        del blocks[:]
+        blocks.extend([everything[index] for index in kept])
+        few = copy.deepcopy(model)
+        few.runner = FoundationRunner(few.foundation, model.runner.contract)  # it knows parameters by name
+        return few
+    finally:
+        del blocks[:]
+        blocks.extend(everything)
+
+
+def count_cell(training: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
+    """Count the parts of a model under ``plan`` on ``num_ranks`` ranks, without a pipeline."""
+    kinds = kinds_of_blocks(training.model)
+    few = {kind: [i for i, k in enumerate(kinds) if k == kind][:_FEW] for kind in sorted(set(kinds))}
+    base = sorted(chain.from_iterable(few.values()))
+
+    def counted(kept: list[int]) -> RankRun:
+        return predict_rank(replace(training, model=with_blocks(training.model, kept)), plan, num_ranks, 1)
+
+    small = counted(base)
+    parts = {}
+    for kind, own in few.items():
+        more = [i for i, k in enumerate(kinds) if k == kind][len(own) :]
+        if more:
+            parts[kind] = _minus(_whole(counted(sorted([*base, more[0]]))), _whole(small))
+        else:
+            parts[kind] = _minus(_whole(small), _whole(counted([i for i in base if i != own[-1]])))
+    ends = _whole(small)
+    for index in base:
+        ends = _minus(ends, parts[kinds[index]])
+    backward = next(run for run in small.actions if run.action.kind is Kind.B)
+    return Cell(tuple(parts[kind] for kind in kinds), ends, backward.end.peak - backward.alive, small.shards)
+
+
+def _whole(run: RankRun) -> CountedPart:
+    """The first micro-batch of a run as one part."""
+    forward = next(one for one in run.actions if one.action.kind is Kind.F)
+    backward = next(one for one in run.actions if one.action.kind is Kind.B)
+    return CountedPart(
+        run.weights,
+        run.gradients,
+        run.optimizer,
+        forward.end.alive - forward.alive - run.stays,
+        forward.end.work,
+        backward.end.work,
+    )
+
+
+def _minus(left: CountedPart, right: CountedPart) -> CountedPart:
+    return CountedPart(
+        left.weights - right.weights,
+        left.gradients - right.gradients,
+        left.optimizer - right.optimizer,
+        left.kept - right.kept,
+        _less(left.forward, right.forward),
+        _less(left.backward, right.backward),
+    )
+
+
+def _less(left: Work, right: Work) -> Work:
+    counted = Counter(left)
+    counted.subtract(right)
+    return {one: times for one, times in counted.items() if times}

@@ -1,0 +1,139 @@
+"""What devices and links do: peak rates from data sheets, and the share of them that training code reaches."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from omnitrain.errors import UserError
+from omnitrain.ops.rank_meter import Collective, Op
+from omnitrain.recipe.suggest import hint
+
+_GB = 10**9
+# Bytes that each rank sends for a collective over n ranks, as a share of the tensor: rings, as NCCL counts them.
+_SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "send": 1}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and its links.
+
+    Attributes:
+        name: as the command takes it.
+        flops: products in bf16 per second, dense, at best.
+        memory: bytes that a process can use.
+        bandwidth: bytes per second of its memory.
+        link: bytes per second that it sends to devices of its node; ``network``: to those of other nodes.
+        per_node: devices of a node.
+        source: where these figures are from.
+        efficiency: share of ``flops`` that a wide product reaches; ``half_width``: the shortest side of a product that
+            reaches half of that.
+        memory_efficiency: share of ``bandwidth``, and of the links, that is reached.
+        launch: seconds that an operation takes at least; ``latency``: a collective.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    per_node: int
+    source: str
+    efficiency: float = 0.75
+    half_width: int = 128
+    memory_efficiency: float = 0.8
+    launch: float = 4e-6
+    latency: float = 15e-6
+
+    def seconds_of(self, op: Op) -> float:
+        """Return the seconds of an operation: of its products or of its bytes, whichever take longer."""
+        reached = self.flops * self.efficiency * op.width / (op.width + self.half_width) if op.flops else 1.0
+        moved = op.num_bytes / (self.bandwidth * self.memory_efficiency)
+        return max(op.flops / reached, moved, self.launch)
+
+    def seconds_of_link(self, collective: Collective) -> float:
+        """Return the seconds of a collective; one that leaves a node goes at the rate of the network."""
+        ranks = collective.ranks
+        size = len(ranks)
+        if size == 1:
+            return 0.0
+        is_inside = ranks[0] // self.per_node == ranks[-1] // self.per_node
+        rate = (self.link if is_inside else self.network) * self.memory_efficiency
+        share = 1.0 if collective.kind in ("broadcast", "send") else (size - 1) / size
+        return self.latency + _SENT[collective.kind] * share * collective.num_bytes / rate
+
+    def seconds(self, work: Mapping[Op | Collective, int]) -> Seconds:
+        """Return the seconds of counted work."""
+        found = Counter[str]()
+        for one, times in work.items():
+            if isinstance(one, Op):
+                found["computed"] += self.seconds_of(one) * times  # type: ignore[assignment]
+            else:
+                which = "waited" if one.is_waited_for else "beside"
+                found[which] += self.seconds_of_link(one) * times  # type: ignore[assignment]
+        return Seconds(**found)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Seconds of an action: that it computes, that it waits for collectives, and of collectives beside both."""
+
+    computed: float = 0.0
+    waited: float = 0.0
+    beside: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """From its start to its end."""
+        return max(self.computed + self.waited, self.beside)
+
+
+_NVIDIA = "NVIDIA's data sheet of it (SXM); usable memory as nvidia-smi shows it"
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", 312e12, 79.1 * 2**30, 2039 * _GB, 300 * _GB, 25 * _GB, 8, _NVIDIA),
+        Device("h100", 989e12, 79.1 * 2**30, 3350 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
+        Device("h200", 989e12, 140.4 * 2**30, 4800 * _GB, 450 * _GB, 50 * _GB, 8, _NVIDIA),
+        Device("b200", 2250e12, 178.3 * 2**30, 8000 * _GB, 900 * _GB, 50 * _GB, 8, _NVIDIA),
+    )
+}
+MEASURED = "measured"
+
+
+def find_device(name: str, *, per_node: int | None = None, memory: float | None = None) -> Device:
+    """Return a device by its name; ``measured``: this machine's CPU, measured in a second.
+
+    ``per_node``, ``memory``: in place of its own; memory in bytes.
+    """
+    if name != MEASURED and name not in DEVICES:
+        raise UserError(f"--device {name}: unknown; {hint(name, [*DEVICES, MEASURED])}")
+    device = _this_cpu() if name == MEASURED else DEVICES[name]
+    if per_node is not None:
+        device = replace(device, per_node=per_node)
+    return device if memory is None else replace(device, memory=memory)
+
+
+def _this_cpu() -> Device:
+    """The CPU of this machine with as many threads as torch has, whose ranks exchange through its memory."""
+    flops = max(_rate(lambda a, b: a @ b, 2 * 512**3, 512) for _ in range(3))
+    copied = max(_rate(lambda a, b: a.copy_(b), 2 * 4 * 2048**2, 2048) for _ in range(3))
+    with open("/proc/meminfo") as file:
+        memory = next(int(line.split()[1]) for line in file if line.startswith("MemTotal")) * 1024.0
+    return Device(
+        MEASURED, flops, memory, copied, copied / 4, copied / 4, 2**20, "measured now on this machine",
+        efficiency=1.0, half_width=8, memory_efficiency=1.0,
+    )  # fmt: skip
+
+
+def _rate(run: object, amount: float, side: int) -> float:
+    left, right = torch.ones(side, side), torch.ones(side, side)
+    start = time.perf_counter()
+    for _ in range(5):
+        run(left, right)  # type: ignore[operator]
+    return 5 * amount / (time.perf_counter() - start)
