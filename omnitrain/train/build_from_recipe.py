@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -237,25 +238,40 @@ def use_ops(model: OmniModel, ops: Ops, device: torch.device, dtype: torch.dtype
 
 def use_own_functions(model: OmniModel, train: Train) -> None:
     """Install the user's losses and metrics; UserError: one cannot be loaded or lacks what it reads."""
-    heads = {"text": model.runner, **model.decoders}
     losses = {name: load_function(function, f"train.losses.{name}") for name, function in train.losses.items()}
     metrics = {name: load_function(function, f"train.metrics.{name}") for name, function in train.metrics.items()}
     _require_teachers(model, losses, metrics)
-    for name in losses if not metrics else heads:
-        if not hasattr(heads[name], "loss_function"):
-            key = "losses" if name in losses else "metrics"
-            raise UserError(
-                f"train.{key}: {type(heads[name]).__name__} ({name}) computes its loss by itself; change its lm_head"
-            )
+    install_losses(model, losses, "train.losses")
+    heads = _heads_with_functions(model, list(_heads(model)) if metrics else [], "train.metrics")
     for name, head in heads.items():
-        if name in losses:
-            head.loss_function = losses[name]
-        if metrics:
-            head.token_metrics = {
-                metric: function
-                for metric, function in metrics.items()
-                if name == "text" or further_parameters(function).keys().isdisjoint(model.teachers)
-            }
+        head.token_metrics = {
+            metric: function
+            for metric, function in metrics.items()
+            if name == "text" or further_parameters(function).keys().isdisjoint(model.teachers)
+        }
+
+
+def install_losses(model: OmniModel, losses: Mapping[str, TokenFunction], key: str) -> None:
+    """Let heads compute losses of the user; UserError for ``key``: a head is not there, or computes its loss alone."""
+    for name, head in _heads_with_functions(model, list(losses), key).items():
+        head.loss_function = losses[name]
+
+
+def _heads(model: OmniModel) -> dict[str, Any]:
+    return {"text": model.runner, **model.decoders}
+
+
+def _heads_with_functions(model: OmniModel, names: list[str], key: str) -> dict[str, Any]:
+    """The heads of these names, each of which calls a function with its logits and labels."""
+    heads = _heads(model)
+    for name in names:
+        if name not in heads:
+            raise UserError(f"{key}: found a head {name!r}; {hint(name, heads)}")
+        if not hasattr(heads[name], "loss_function"):
+            raise UserError(
+                f"{key}: {type(heads[name]).__name__} ({name}) computes its loss by itself; change its lm_head"
+            )
+    return {name: heads[name] for name in names}
 
 
 def _require_teachers(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.lora import token_matrices
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.optim.adamw import require_fp32, trained_parameters
 from omnitrain.optim.build import decayed_parameters
 from omnitrain.optim.offload import Groups, OffloadedOptimizer
@@ -36,7 +37,7 @@ from omnitrain.parallel.step.plan import StepPlanner, step_planner
 from omnitrain.peers import GlooGroup, all_or_raise
 from omnitrain.recipe import Data, DataSource, ParallelPlan
 from omnitrain.recipe.parallel import MAIN
-from omnitrain.train.build_from_recipe import of_whole_sequences
+from omnitrain.train.build_from_recipe import install_losses, of_whole_sequences
 
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
@@ -94,6 +95,7 @@ def prepare(
     *,
     processor: OmniProcessor | ProcessorMixin | PreTrainedTokenizerBase | None = None,
     optimizer: MakeOptimizer | None = None,
+    losses: Mapping[str, TokenFunction] | None = None,
     weights_path: str | Path | None = None,
     **options: Any,
 ) -> PreparedLoop:
@@ -119,6 +121,8 @@ def prepare(
             are samples, or the outputs of a HF processor, unless ``collate_fn`` reads others.
         optimizer: makes the optimizer from groups of parameters. Norms and biases have no weight decay. None: make your
             own from ``run.model.parameters()``.
+        losses: head (``text``, or a decoder) -> a loss in place of its cross entropy: from logits ``[n, classes]``
+            (fp32) and labels ``[n]`` of some tokens to ``[n]``. ``model`` must be an :class:`OmniModel`.
         weights_path: as of :func:`build_parallelize_model`, for a model without weights.
         options: of :func:`build_dataloader`, such as ``pack_tokens``, ``micro_batch_size``, ``global_batch_size``,
             ``num_workers`` and ``seed``; for the ``data`` of a recipe ``slots``, the packs of a step over all ranks.
@@ -138,6 +142,10 @@ def prepare(
             f"processor: found a {type(processor).__name__}; expected an OmniProcessor, or the processor of the HF "
             "model, such as AutoProcessor.from_pretrained(source)"
         )
+    if losses:
+        if not isinstance(model, OmniModel):
+            raise UserError(f"losses: found a {type(model).__name__}; pass ot.build_omni_model(foundation=model)")
+        install_losses(model, losses, "losses")
     plan = plan or ParallelPlan()
     state = init_state_of(plan)
     mixed = True if state.device_type == "cuda" else None

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import TASKS, tiny_recipe
-from tests.train.test_ranks import COUNTED, LAYOUTS, TWO_SLOTS, assert_same_run, fit
+from tests.train.test_ranks import LAYOUTS, TWO_SLOTS, assert_same_run, fit
 
-SETTINGS = [*TWO_SLOTS, *COUNTED, "train.precision=fp32", "train.log_every=1"]
+SETTINGS = [*TWO_SLOTS, "train.flops=true", "train.precision=fp32", "train.log_every=1"]
 IN_FP32 = {"NVIDIA_TF32_OVERRIDE": "0"}  # convolutions, too
 
 

@@ -197,3 +197,24 @@ def test_a_model_in_bf16_trains_in_fp32() -> None:
     run = ot.prepare(model, rows(), processor=tiny_processor(model), optimizer=SGD, **SIZES)
     assert {p.dtype for p in run.model.parameters() if p.requires_grad} == {torch.float32}
     assert run.forward_backward(next(iter(run))).dtype == torch.float32
+
+
+def tilted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return 2 * torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+
+
+def first_losses(**given: Any) -> float:
+    model = any_to_any()
+    run = ot.prepare(model, rows(), processor=tiny_processor(model), **SIZES, **given)
+    return float(run.forward_backward(next(iter(run))))
+
+
+def test_a_loss_of_the_user_takes_the_place_of_a_heads_cross_entropy() -> None:
+    plain = first_losses()
+    both = first_losses(losses={"text": tilted, "image_decoder": tilted, "audio_decoder": tilted})
+    assert both == pytest.approx(2 * plain, rel=1e-6)
+
+
+def test_a_loss_of_the_user_is_refused_for_a_head_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="losses: found a head 'txt'; did you mean `text`"):
+        first_losses(losses={"txt": tilted})

@@ -288,7 +288,10 @@ def config_at(path: str) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"no HF model at {path!r}: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"no HF model at {path!r}: {str(error).splitlines()[0]} "
+            "A folder, or {config: {model_type: ...}}, needs no network"
+        ) from None
     vars(config).pop(QUANTIZATION, None)
     return config
 

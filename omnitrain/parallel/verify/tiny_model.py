@@ -102,7 +102,7 @@ def tiny_model_of(model: PreTrainedModel, ranks: int, memory: float | None = Non
         raise UserError(
             f"the model is too large to verify on this machine: found {memory / _GIB:.1f} GiB, expected "
             f"{least / _GIB:.1f} GiB for its smallest size ({num_parameters(shapes):,} parameters) on {ranks} ranks; "
-            "use fewer ranks (nproc)"
+            "use fewer ranks (nproc), or a narrower model, such as model.foundation.config.hidden_size=128"
         )
     return tiny
 

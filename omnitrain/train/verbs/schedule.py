@@ -195,8 +195,9 @@ def _planned(recipe: Recipe, num_ranks: int | None) -> _Planned:
         raise error.under("parallel") from None
     if state.size("pp") == 1 and not recipe.parallel.sections:
         raise UserError(
-            "this recipe has no pipeline (pp is 1): each rank runs all blocks, and a forward and its backward in turn; "
-            f"set parallel.components.{FOUNDATION}.pp=2"
+            "this recipe has no pipeline (pp is 1) and no section: each rank runs all blocks, and a forward and its "
+            "backward in turn (`omnitrain check --nproc N` prints such a layout); for a pipeline, set "
+            f"parallel.components.{FOUNDATION}.pp=2"
         )
     topology = place_components(model, plans, states_of_components(state, recipe.parallel, plans))
     advice = check_micro_batches(recipe, state)
@@ -314,8 +315,11 @@ def _times_in_words(timeline: Timeline, bubble_of_equal: float, is_in_seconds: b
     unit = "s" if is_in_seconds else "forwards of an average stage (a backward is twice as long)"
     peaks_of_ranks = timeline.schedule.peak_live()[: timeline.schedule.num_pipeline_ranks]
     peaks = ", ".join(f"{peak} on rank {rank}" for rank, peak in enumerate(peaks_of_ranks))
+    has_sections = timeline.schedule.num_ranks > timeline.schedule.num_pipeline_ranks
+    of = "a pipeline rank or a section, on average" if has_sections else "all ranks"
+    equal = f" ({bubble_of_equal:.1%} if stages took equally long)" if timeline.schedule.num_stages > 1 else ""
     return (
         f"makespan: {timeline.makespan:.4g} {unit}",
-        f"bubble: {timeline.bubble:.1%} of the time of all ranks ({bubble_of_equal:.1%} if stages took equally long)",
+        f"bubble: {timeline.bubble:.1%} of the time of {of}{equal}",
         f"peak of live activations, in micro-batches of a stage: {peaks}",
     )
