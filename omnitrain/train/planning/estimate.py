@@ -107,7 +107,7 @@ class PricedCell:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PlacedPlan:
     """A plan that is resolved on ranks that are not there."""
 
     plan: ParallelPlan  # of the user
@@ -118,7 +118,7 @@ class Layout:
     @classmethod
     def of(
         cls, model: OmniModel, plan: ParallelPlan, state: ParallelState, plans: Mapping[str, ComponentPlan]
-    ) -> Layout:
+    ) -> PlacedPlan:
         """Place the components of a model."""
         return cls(plan, state, plans, place_components(model, plans, states_of_components(state, plan, plans)))
 
@@ -142,7 +142,7 @@ class StepEstimate:
     def __init__(
         self,
         model: OmniModel,
-        layout: Layout,
+        layout: PlacedPlan,
         priced: PricedCell,
         encodings: Mapping[str, Encoding],
         drawn: Sequence[MicroBatchFacts],

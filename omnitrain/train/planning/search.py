@@ -28,7 +28,7 @@ from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, S
 from omnitrain.train.planning.cells import count_cell
 from omnitrain.train.planning.devices import Device
 from omnitrain.train.planning.encoding import Encoding, count_encoder
-from omnitrain.train.planning.estimate import Estimate, Layout, PricedCell, StepEstimate
+from omnitrain.train.planning.estimate import Estimate, PlacedPlan, PricedCell, StepEstimate
 from omnitrain.train.planning.rank_run import Training
 
 _RECOMPUTE = ("none", "selective", "full")
@@ -191,11 +191,11 @@ class Planner:
             return replace(candidate, reason=error.problems[0])
         if self._packs_per_step % state.size("dp"):
             return replace(candidate, reason=self._indivisible(state.size("dp")))
-        found = self.estimate(Layout.of(self._model, candidate.plan, state, plans))
+        found = self.estimate(PlacedPlan.of(self._model, candidate.plan, state, plans))
         reason = "" if found.peak <= self._limit else self._too_much(found)
         return replace(candidate, found=found, reason=reason)
 
-    def estimate(self, layout: Layout) -> Estimate:
+    def estimate(self, layout: PlacedPlan) -> Estimate:
         """Estimate a layout that resolves."""
         priced = self._cell(layout.plan, layout.state)
         return StepEstimate(self._model, layout, priced, self.encodings, self._drawn).estimate()
