@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from omnitrain.data.packing.pack import Pack
+from omnitrain.data.loading.data_process import as_bytes
+from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.hf.stored_tensor import replace_value
 from omnitrain.models.omni.encode import idle_prompt, with_all_inputs
 from omnitrain.models.omni.model import OmniModel
@@ -32,6 +34,7 @@ from omnitrain.parallel.step.media_dispatch import StepBatch, dispatch_media
 from omnitrain.parallel.step.order import order_of_run
 from omnitrain.parallel.step.plan import StepPlanner, topology_of
 from omnitrain.parallel.step.windows import window_chooser
+from omnitrain.plan.placement import Topology
 from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.torch_private import (
     ALL_TO_ALL,
@@ -157,10 +160,16 @@ def parallelize_in(
 def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
     """Plan a step for which every rank that draws packs has drawn ``packs``."""
     topology, rank = topology_of(model), dist.get_rank()
+    own = [with_all_inputs(pack, model.divided, model.teachers) for pack in packs]
+    items = list(_items(topology, own)) * len(topology.owners)
+
+    def swap(_: Sequence[bytes]) -> list[bytes]:
+        return [as_bytes(dict(enumerate(items)))]  # all that any rank may send
+
     peers: Any = SimpleNamespace(
         rendezvous=SimpleNamespace(rank=topology.owner_of(topology.readers[0])),  # the table of a rank that has packs
         tables=lambda table: [table] * topology.world_size,
-        swap=_as_sent,
+        swap=swap,
     )
     planner = StepPlanner(
         topology=topology,
@@ -173,10 +182,13 @@ def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
         divided=model.divided,
         teachers=model.teachers,
     )
-    own = [with_all_inputs(pack, model.divided, model.teachers) for pack in packs]
-    return dispatch_media(planner(packs).plan, rank, own if rank in topology.readers else [], _as_sent)
+    return dispatch_media(planner(packs).plan, rank, own if rank in topology.readers else [], swap)
 
 
-def _as_sent(parcels: Sequence[bytes]) -> list[bytes]:
-    """What a rank gets from ranks that draw what it draws."""
-    return list(parcels)
+def _items(topology: Topology, packs: Sequence[Pack]) -> Iterator[MediaGroup]:
+    """The items of packs, in the order in which a step numbers those of a rank."""
+    for pack in packs:
+        batches = {**pack.inputs, **pack.targets}
+        for name in topology.media:
+            if name in batches:
+                yield from media_calls(batches[name], apart="items")
