@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from omnitrain.parallel.step.order import order_of_run
 from omnitrain.parallel.step.plan import StepPlanner, topology_of
 from omnitrain.parallel.step.windows import window_chooser
 from omnitrain.plan.placement import Topology
+from omnitrain.plan.tables import encode_table
 from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.torch_private import (
     ALL_TO_ALL,
@@ -166,9 +168,13 @@ def plan_alone(model: OmniModel, packs: Sequence[Pack]) -> StepBatch:
     def swap(_: Sequence[bytes]) -> list[bytes]:
         return [as_bytes(dict(enumerate(items)))]  # all that any rank may send
 
+    def tables(own: np.ndarray) -> list[np.ndarray]:
+        nothing = encode_table(topology, ())
+        return [own if topology.is_owner(rank) else nothing for rank in range(topology.world_size)]
+
     peers: Any = SimpleNamespace(
         rendezvous=SimpleNamespace(rank=topology.owner_of(topology.readers[0])),  # the table of a rank that has packs
-        tables=lambda table: [table] * topology.world_size,
+        tables=tables,
         swap=swap,
     )
     planner = StepPlanner(
