@@ -19,6 +19,7 @@ from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import topology_of
 from omnitrain.recipe import Optimizer, parse_layout
 from omnitrain.train.planning.rank_run import RankRun, Training, run_rank
+from tests.tiny import MODEL, tiny_processor, tiny_samples
 
 FOUNDATION = {
     "model_type": "qwen3",
@@ -31,10 +32,15 @@ FOUNDATION = {
     "head_dim": 16,
 }
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IMAGES = {"foundation": MODEL["foundation"], "encoders": {"image_encoder": MODEL["encoders"]["image_encoder"]}}
 
 
 def training(config: Mapping[str, Any], tokens: int = 256, mixed: bool = True) -> Training:
-    """The model of a foundation's config, and a pack of one sample."""
+    """The model of a foundation's config and a pack of one sample, or a model with encoders and a pack of images."""
+    if "encoders" in config:
+        model = build_omni_model(**config, init_device="meta").train()
+        samples = tiny_samples(tiny_processor(model), 5, ("image_to_text", "images_to_text"))
+        return Training(model, Optimizer(), mixed, Pack.from_samples(samples))
     model = build_omni_model(foundation=dict(config), init_device="meta").train()
     sample = replace(idle_prompt(model, tokens), loss_mask=np.ones(tokens, bool))
     return Training(model, Optimizer(), mixed, Pack.from_samples([sample]))
@@ -49,6 +55,8 @@ def measured(config: Mapping[str, Any], layout: str, num_packs: int, tokens: int
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
+        for buffer in model.buffers():
+            buffer.zero_()
     state = init_state_of(plan)
     model = ot.build_parallelize_model(model, parallel_state=state, parallel_plan=plan, enable_mixed_precision=True)
     packs = [trained.pack] * num_packs if dist.get_rank() in topology_of(model).readers else []

@@ -8,7 +8,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import parse_layout
 from omnitrain.train.planning.rank_run import ActionRun, predict_rank
 from tests.train.planning import planned
-from tests.train.planning.planned import EXPERTS, FOUNDATION
+from tests.train.planning.planned import EXPERTS, FOUNDATION, IMAGES
 
 
 def sent_and_multiplied(run: ActionRun) -> tuple[Counter[Collective], int]:
@@ -24,6 +24,7 @@ def sent_and_multiplied(run: ActionRun) -> tuple[Counter[Collective], int]:
         (FOUNDATION, "dp2", 1),
         pytest.param(FOUNDATION, "pp2.recompute", 3, marks=pytest.mark.slow),
         pytest.param(FOUNDATION | EXPERTS, "sp2.ep2", 2, marks=pytest.mark.slow),
+        pytest.param(IMAGES, "tp2", 2, marks=pytest.mark.slow),
         pytest.param(FOUNDATION, "tp2.recompute", 2, marks=pytest.mark.slow),
         pytest.param(FOUNDATION, "cp2", 1, marks=pytest.mark.slow),
         pytest.param(FOUNDATION | EXPERTS, "dp2.ep2", 1, marks=pytest.mark.slow),
