@@ -41,7 +41,7 @@ def new_group(
     """
     if timeout is None and dist.group.WORLD is not None:  # torch itself gives 10 or 30 minutes, whatever the user set
         timeout = timeout_of(dist.group.WORLD)
-    if dist.get_backend() == "fake":  # the other ranks are not there (parallel/fake_world.py)
+    if dist.group.WORLD is not None and dist.get_backend() == "fake":  # ranks of parallel/fake_world.py
         backend = "fake"
     uses_nccl = "nccl" in (backend or dist.get_backend_config())
     options = _nccl_options(high_priority, max_ctas, timeout) if uses_nccl else None

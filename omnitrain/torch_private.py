@@ -115,12 +115,13 @@ parameters_of, buffers_of = attrgetter("_parameters"), attrgetter("_buffers")
 unsaved_buffers_of, children_of = attrgetter("_non_persistent_buffers_set"), attrgetter("_modules")
 compiled_call = attrgetter("_compiled_call_impl")
 stored_shard = attrgetter("_sharded_param_data")
+key_of_storage = attrgetter("_cdata")  # a number that is the storage's alone while it lives
 
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return a number that all tensors of one storage share; the storage of a DTensor itself is empty."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    return key_of_storage(local.untyped_storage())
 
 
 def has_hooks(module: torch.nn.Module, *, backward: bool = True) -> bool:

@@ -22,7 +22,9 @@ from omnitrain.torch_private import (
     GROUPED_MM,
     TorchDispatchMode,
     group_of_name,
+    key_of_storage,
     packet_of,
+    schema_of,
     tree_iter,
     tree_leaves,
 )
@@ -118,8 +120,8 @@ class RankMeter(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, storage.nbytes())
+            if (key := key_of_storage(storage)) in self._sizes:
+                self._set(key, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # no dispatch tells of it
@@ -146,7 +148,7 @@ class RankMeter(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = key_of_storage(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._drop, key)
@@ -163,7 +165,7 @@ class RankMeter(TorchDispatchMode):
 
 @cache
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
+    returns = schema_of(func).returns
     views = (one.alias_info is not None and not one.alias_info.is_write for one in returns)
     return bool(returns) and all(views)
 
@@ -194,13 +196,14 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> Op:
 
 
 def _collective(func: Any, args: Any, kwargs: Any) -> Collective | None:
-    name = func._opname.strip("_")
+    called = packet_of(func).__name__
+    name = called.strip("_")
     kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
     if kind is None:
         return None
     ranks = tuple(dist.get_process_group_ranks(_group(args, kwargs)))
     sizes = [sum(tensor.nbytes for tensor in _tensors(value)) for value in args]
-    return Collective(kind, max(sizes, default=0), ranks, func._opname not in _OF_FSDP)
+    return Collective(kind, max(sizes, default=0), ranks, called not in _OF_FSDP)
 
 
 def _group(args: Any, kwargs: Any) -> dist.ProcessGroup:

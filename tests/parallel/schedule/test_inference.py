@@ -55,7 +55,10 @@ def media_beside_text() -> tuple[OmniModel, Any, list[Sample]]:
     model = build_omni_model(foundation=qwen3_vl())
     probes = probe_samples(model.foundation, model.runner.native)
     assert [len(probe.modalities) for probe in probes] == [0, 0, 0, 1, 1, 2, 2]
-    processor = SimpleNamespace(start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer())
+    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    processor = SimpleNamespace(
+        start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
+    )
     return model, processor, [probe.sample for probe in probes]
 
 

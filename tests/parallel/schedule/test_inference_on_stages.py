@@ -51,7 +51,10 @@ def of_hf(make: Callable[[], PreTrainedModel]) -> Made:
     """Texts and prompts with media of a model that reads images by itself."""
     model = build_omni_model(foundation=make())
     samples = [probe.sample for probe in probe_samples(model.foundation, model.runner.native)]
-    processor = SimpleNamespace(start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer())
+    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    processor = SimpleNamespace(
+        start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
+    )
     return model, processor, samples, list(pack_all(samples, 64))
 
 
