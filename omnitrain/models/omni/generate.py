@@ -25,8 +25,9 @@ from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
-from omnitrain.models.omni.writers import WORDS, GridPlace, parts_of, places_in_grids, start_tokens, writers_of
+from omnitrain.models.omni.writers import WORDS, parts_of, places_in_grids, start_tokens, writers_of
 from omnitrain.ops.attention.packed_context import seeing_blocks
+from omnitrain.ops.device import to_device
 from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
@@ -229,14 +230,14 @@ class _Columns:
     Attributes:
         rows: those that get tokens, if others wait.
         keeps: whether the batch has these tokens from then on; else they are for one forward.
-        places: of rows that write media in grids.
+        places: of rows that write media in grids, see :func:`places_in_grids`.
     """
 
     ids: list[int]
     embeds: torch.Tensor
     rows: list[int] | None
     keeps: bool
-    places: dict[int, GridPlace]
+    places: dict[int, torch.Tensor]
 
 
 def _columns(
@@ -245,7 +246,7 @@ def _columns(
     copies: Sequence[Sequence[int]],
     blocks: Collection[str],
     end_token: int,
-    places: Mapping[int, GridPlace],
+    places: Mapping[int, torch.Tensor],
 ) -> _Columns:
     ids: list[Any] = [end_token] * len(drawn.embeds)
     rows: list[int] = []
@@ -255,8 +256,8 @@ def _columns(
                 rows.append(of_copies[row])
             elif mode in ("text", WORDS) and drawn.tokens is not None:
                 (ids[of_copies[row]],) = drawn.tokens[row]
-    of_copies_too = {copy[row]: place for row, place in places.items() for copy in copies}
-    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None, of_copies_too)
+    by_row = {of_copies[row]: place for row, place in places.items() for of_copies in copies}
+    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None, by_row)
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -314,7 +315,10 @@ class _Foundation:
         self.seen = 0  # columns that the caches hold
         self.block_ids = left_padded([_block_ids(pack) for pack in packs], 0)
         self.has_blocks = bool(self.block_ids.any())
-        self.starts: dict[int, torch.Tensor] = {}  # row -> ``[axes, 1]``, the position at which its grid starts
+        # Of the next column, ``[batch, 1]`` or ``[axes, batch, 1]``. After a film, earlier ones may be larger.
+        self.next = self.position_ids[..., -1:] + 1
+        if self.next.ndim == 3:  # all axes continue after the largest
+            self.next = self.next.amax(dim=0, keepdim=True).expand_as(self.next)
         self.added: _Columns | None = None  # the columns that the next forward is for
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -452,15 +456,12 @@ class _Foundation:
 
     def _positions_of(self, columns: _Columns, real: torch.Tensor) -> torch.Tensor:
         """Position ids of new columns: of a text, or of places in a grid; ``real``: ``[batch, width]``, 1 or 0."""
-        largest = self.position_ids.amax(dim=-1, keepdim=True)
-        if self.position_ids.ndim == 3:  # every axis continues after its largest position
-            largest = largest.amax(dim=0, keepdim=True).expand_as(largest)
-        positions = largest + real.cumsum(dim=-1)
+        positions = self.next - 1 + nn.functional.pad(real, (0, 1), value=1).cumsum(dim=-1)
         for row, place in columns.places.items():
-            if place.begins:
-                self.starts[row] = largest[:, row] + 1
-            positions[:, row] = self.starts[row] + place.positions.to(positions.device)
-        return positions
+            positions[:, row] = self.next[:, row] + to_device(place, positions.device)
+        if columns.keeps:
+            self.next = positions[..., -1:]
+        return positions[..., :-1]
 
 
 def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,21 +102,18 @@ def start_tokens(processor: OmniProcessor, writers: Mapping[str, Any]) -> dict[i
     return found | {writers[WORDS].start: WORDS} if WORDS in writers else found
 
 
-class GridPlace(NamedTuple):
-    """Where tokens of an item stand: ``positions`` ``[axes, n]`` from its start; whether it ``begins`` with them."""
-
-    begins: bool
-    positions: Tensor
-
-
 def places_in_grids(
     grid_positions: Callable[[Grid], np.ndarray | None],
     writers: Mapping[str, Any],
     turn: Sequence[tuple[str, list[int]]],
     sequences: Sequence[GeneratedSequence],
     width: int,
-) -> dict[int, GridPlace]:
-    """Return where the next ``width`` tokens of sequences stand that write media in grids."""
+) -> dict[int, Tensor]:
+    """Return where the next ``width`` tokens of sequences stand that write media in grids, and the token after them.
+
+    Sequence -> position ids ``[axes, width + 1]`` int64, from those that the next token of a text would have. After the
+    last token of an item they are those at which training continues.
+    """
     found = {}
     for mode, rows in turn:
         for row in rows if mode != "text" else ():
@@ -125,7 +122,8 @@ def places_in_grids(
             if grid is None or (first := len(item) - grid.before) < 0:
                 continue
             if (positions := grid_positions(grid)) is not None:
-                found[row] = GridPlace(first == 0, torch.from_numpy(positions[:, first : first + width]))
+                stands = positions[:, first : first + 1] if first else 0
+                found[row] = torch.from_numpy(positions[:, first : first + width + 1] - stands)
     return found
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.render.template_renderer import TemplateRenderer
+from omnitrain.data.sources.clips import Clip
 from omnitrain.data.sources.rows import Row
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
@@ -26,13 +27,15 @@ from tests.families import FAMILIES
 from tests.models.decoders.continuous import CONTEXT, FLOW
 from tests.models.decoders.test_decoders import IMAGE_TOKENIZERS
 from tests.models.decoders.test_sizes import SIZES, drawing
-from tests.tiny import part, png
+from tests.tiny import part, png, webp
 from tests.tiny_processors import FAMILIES as PROCESSORS
 
 DECODERS = {
     "codes": {"tokenizer": {"config": IMAGE_TOKENIZERS["emu3"]}, "image_sizes": SIZES},
     "flow head": FLOW,
     "in context": CONTEXT,
+    "film in codes": {"tokenizer": {"config": IMAGE_TOKENIZERS["emu3"]}, "image_size": 4, "num_frames": 5},
+    "film in context": CONTEXT | {"num_frames": 5},
 }
 MODELS = ["qwen2_5_vl", "qwen3_vl"]
 START = "<|im_start|>"
@@ -52,21 +55,27 @@ def built(name: str, decoder: str) -> tuple[OmniModel, OmniProcessor]:
     renderer = TemplateRenderer(
         PROCESSORS["qwen2_vl" if name == "qwen2_5_vl" else name]()[0],
         model.native_inputs,
-        starts=ChatFormat(image=START),
+        starts=ChatFormat(image=START, video=START),
     )
     return model, OmniProcessor(renderer, *model.media_adapters())
 
 
-def row(width: int, height: int, seed: int = 0, *, reads: bool = True) -> Row:
-    """An image and a question; the answer has text, an image, and text."""
+def row(decoder: str, width: int, height: int, seed: int = 0, *, reads: bool = True) -> Row:
+    """An image and a question; the answer has an image or a film, and text."""
     made = drawing(width, height, seed)
-    asked = [*[part("image")] * reads, part("text", "draw" + seed * "x")]
+    asked, kind = [*[part("image")] * reads, part("text", "draw" + seed * "x")], modality(decoder)
     messages = [
         {"role": "user", "content": asked},
-        {"role": "assistant", "content": [part("image"), part("text", "so")]},
+        {"role": "assistant", "content": [part(kind), part("text", "so")]},
     ]
-    images = [*[png(seed)] * reads, *made.media["image"]]
-    return replace(made, messages=messages, media=made.media | {"image": images})
+    images = [*[png(seed)] * reads, *made.media["image"] * (kind == "image")]
+    return replace(
+        made, messages=messages, media=made.media | {"image": images, "video": [webp(seed)] * (kind == "video")}
+    )
+
+
+def modality(decoder: str) -> str:
+    return "video" if decoder.startswith("film") else "image"
 
 
 def of_a_read_image(model: OmniModel, sample: Sample) -> torch.Tensor:
@@ -88,18 +97,19 @@ def of_a_read_image(model: OmniModel, sample: Sample) -> torch.Tensor:
 def test_a_written_image_has_the_positions_of_the_same_image_read(name: str, decoder: str) -> None:
     model, processor = built(name, decoder)
     for size, reads in (((8, 8), True), ((12, 8), True), ((8, 16), False)):
-        sample = processor.sample(row(*size, reads=reads))
+        sample = processor.sample(row(decoder, *size, reads=reads))
         found, expected = torch.from_numpy(sample.position_ids), of_a_read_image(model, sample)
         assert torch.equal(found, expected)
         assert not torch.equal(found[1], found[2]) and found[0, -1] < len(sample) - 1
+        assert (found[0].diff() < 0).any() == (modality(decoder) == "video")  # text goes on before its last frames
 
 
 def prompted(decoder: str) -> tuple[OmniModel, OmniProcessor, list[Sample]]:
     """Prompts that the model answers with an image at once, and others."""
     model, processor = built("qwen2_5_vl", decoder)
-    prompts = [processor.prompt(row(8, 16, seed, reads=seed % 2 == 0), seed) for seed in range(3)]
+    prompts = [processor.prompt(row(decoder, 8, 16, seed, reads=seed % 2 == 0), seed) for seed in range(3)]
     first = generate(model, processor, prompts, max_new_tokens=1)[0].tokens[0][1]
-    processor.start_tokens = {"image": first}
+    processor.start_tokens = {modality(decoder): first}
     return model, processor, prompts
 
 
@@ -107,7 +117,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 36, "sampling": {"image_decoder": S
 
 
 def options(decoder: str) -> dict[str, Any]:
-    return OPTIONS if decoder == "codes" else {"max_new_tokens": 8}
+    return OPTIONS if decoder == "codes" else {"max_new_tokens": 24 if modality(decoder) == "video" else 8}
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -118,15 +128,17 @@ def test_generation_gives_the_positions_of_training(decoder: str) -> None:
         lambda _, args, given: seen.append(given["position_ids"]), with_kwargs=True
     )
     (answer,) = generate(model, processor, prompts[:1], use_cache=False, **options(decoder))
-    sample = processor.sample(row(8, 16, 0))
-    assert isinstance(answer.parts[0], Image.Image)
-    length = len(prompts[0]) + 1 + next(span for span in sample.spans if span.is_target).item.num_tokens
+    sample = processor.sample(row(decoder, 8, 16, 0))
+    assert isinstance(answer.parts[0], Clip if modality(decoder) == "video" else Image.Image)
+    item = next(span for span in sample.spans if span.is_target).item
+    length = len(prompts[0]) + 1 + item.num_tokens + 1  # with the first token of the text after it
+    assert len(sample) > length
     assert torch.equal(seen[-1][:, 0, :length], torch.from_numpy(sample.position_ids[:, :length]))
     shown = len(seen)
     (cached,) = generate(model, processor, prompts[:1], **options(decoder))
     assert_same([cached], [answer])
     steps = torch.cat([one[:, 0] for one in seen[shown:]], dim=1)
-    if decoder != "in context":  # whose steps run again
+    if "in context" not in decoder:  # whose steps run again
         assert torch.equal(steps[:, :length], torch.from_numpy(sample.position_ids[:, :length]))
 
 
@@ -137,7 +149,7 @@ def assert_same(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
         np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("decoder", ["codes", "in context"])
+@pytest.mark.parametrize("decoder", ["codes", "in context", "film in context"])
 def test_a_batch_writes_what_each_prompt_alone_writes(decoder: str) -> None:
     model, processor, prompts = prompted(decoder)
     alone = [generate(model, processor, [one], numbers=[n], **options(decoder))[0] for n, one in enumerate(prompts)]
