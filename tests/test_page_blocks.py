@@ -279,7 +279,7 @@ COMMANDS_ELSEWHERE = {
     "generate runs/quickstart --chat": "tests/train/verbs/test_answers.py",
     "generate runs/text_to_film --prompt": "tests/models/decoders/test_films.py",
     "check finetune_vlm": "tests/test_recipes.py",
-    "cp qwen3_vl_lora my.yaml": "tests/cli/test_verbs.py",
+    "cp qwen3_vl my.yaml": "tests/cli/test_verbs.py",
     "check my.yaml --nproc 8": "tests/cli/test_verbs.py",
     "verify my.yaml": "tests/train/verbs/test_verify.py",
     "plan finetune_text --gpus": "tests/train/verbs/test_plan.py",
