@@ -44,6 +44,7 @@ def sectioned(main: str, **sections: Mapping[str, Any]) -> Layout:
 
 
 FAST: list[str | Layout] = ["image_decoder2+dp2.accum2", "image_decoder1.slots1+audio_decoder1.twice+pp2.accum3"]
+WORLD = ("pp2.dp2.accum3", "pp2.v2.dp2.accum4", "pp2.sp2.accum3", "pp2.dp2.zbv.accum4")
 SLOW: list[str | Layout] = [
     *(f"image_decoder1+{main}" for main in ("tp2.accum2", "sp2.accum2", "cp2.accum2", "hsdp2x1.accum2.recompute")),
     *(f"image_decoder1.flight4+{main}" for main in ("pp2.v2.accum4", "pp2.zbv.accum4", "pp2.gpipe.accum3")),
@@ -56,6 +57,8 @@ SLOW: list[str | Layout] = [
     sectioned("dp2.accum3", media=BOTH_ENDS),
     sectioned("pp2.accum3", media=BOTH_ENDS | {"components": [*BOTH_ENDS["components"], "audio_decoder"], "ranks": 2}),
     planned("image_decoder2+dp2.accum2", image_decoder={"mode": "replicate"}, audio_encoder={"place": "world"}),
+    planned("image_decoder1+pp2.dp2.accum3", audio_decoder={"place": "world"}),
+    *(planned(word, **dict.fromkeys(("image_decoder", "audio_decoder"), {"place": "world"})) for word in WORLD),
 ]
 CONTINUOUS: list[str | Layout] = ["image_decoder1+dp2.accum2", "image_decoder1+pp2.accum3", "image_decoder1+sp2"]
 
