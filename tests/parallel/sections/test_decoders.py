@@ -58,7 +58,7 @@ SLOW: list[str | Layout] = [
     sectioned("pp2.accum3", media=BOTH_ENDS | {"components": [*BOTH_ENDS["components"], "audio_decoder"], "ranks": 2}),
     planned("image_decoder2+dp2.accum2", image_decoder={"mode": "replicate"}, audio_encoder={"place": "world"}),
     planned("image_decoder1+pp2.dp2.accum3", audio_decoder={"place": "world"}),
-    *(planned(word, **dict.fromkeys(("image_decoder", "audio_decoder"), {"place": "world"})) for word in WORLD),
+    *(planned(word, image_decoder={"place": "world"}, audio_decoder={"place": "world"}) for word in WORLD),
 ]
 CONTINUOUS: list[str | Layout] = ["image_decoder1+dp2.accum2", "image_decoder1+pp2.accum3", "image_decoder1+sp2"]
 
