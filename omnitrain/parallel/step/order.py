@@ -13,6 +13,7 @@ from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import CostOrder, SectionLimits, StepOrder
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,17 @@ def order_of_run(model: OmniModel) -> OrderOfRun | None:
         return OrderOfRun(CostOrder(inside, coupled), inside, operations)
     sizes = {name: layout.state.of_section(name).world_size for name in layout.sections}
     sections = tuple(
-        SectionLimits(tuple(of.components), sizes[name], of.slots, of.in_flight, of.encode_twice)
+        SectionLimits(
+            tuple(of.components),
+            sizes[name],
+            of.slots,
+            of.in_flight,
+            of.encode_twice,
+            tuple(decoder for decoder in of.components if decoder in model.decoder_names),
+        )
         for name, of in layout.sections.items()
     )
+    foundation = layout.components[FOUNDATION].plan
+    further = (foundation.schedule or PipelineSchedule()).extra_forwards + (foundation.pp or 1) - 1
     encoders = tuple(name for section in sections for name in section.components)
-    return OrderOfRun(StepOrder(sections, coupled), encoders, operations)
+    return OrderOfRun(StepOrder(sections, coupled, further), encoders, operations)

@@ -44,11 +44,13 @@ def sectioned(main: str, **sections: Mapping[str, Any]) -> Layout:
 
 
 FAST: list[str | Layout] = ["image_decoder2+dp2.accum2", "image_decoder1.slots1+audio_decoder1.twice+pp2.accum3"]
+FURTHER = ("dp2.accum3", "hsdp2x1.accum3.recompute", "pp2.accum4", "pp2.v2.accum4")
 WORLD = ("pp2.dp2.accum3", "pp2.v2.dp2.accum4", "pp2.sp2.accum3", "pp2.dp2.zbv.accum4")
 SLOW: list[str | Layout] = [
     *(f"image_decoder1+{main}" for main in ("tp2.accum2", "sp2.accum2", "cp2.accum2", "hsdp2x1.accum2.recompute")),
     *(f"image_decoder1.flight4+{main}" for main in ("pp2.v2.accum4", "pp2.zbv.accum4", "pp2.gpipe.accum3")),
-    *("image_decoder1+pp2.v2.paired.accum4", "image_decoder1+paired.accum3", "image_decoder1+dp2.accum3.bf16_param"),
+    "image_decoder1+dp2.accum3.bf16_param",
+    *(planned(f"image_decoder1+{main}", foundation={"schedule": {"extra_forwards": 1}}) for main in FURTHER),
     *(
         "vision1+image_decoder1+audio_decoder1+pp2.accum3",
         "image_decoder1+dp3.accum2",

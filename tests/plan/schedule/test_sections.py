@@ -175,6 +175,16 @@ def test_a_backward_waits_for_its_loss_alone() -> None:
     assert timeline.makespan == 4 * 3 + 2 * 1.5
 
 
+@pytest.mark.parametrize("seconds", [0.1, 0.25])
+def test_a_further_forward_hides_the_losses_of_a_section(seconds: float) -> None:
+    """All but the first forward of the section, and its last backward, run beside ``main``."""
+    section = vision(8, heads={"image": range(8)})
+    exposed = simulate(planned(accumulate(8), section, seconds=seconds), timed(seconds))
+    assert exposed.makespan == pytest.approx(3 * seconds + 8 * (3 + 3 * seconds))
+    hidden = simulate(planned(one_f_one_b(1, 8, extra_warm_up=1), section, seconds=seconds), timed(seconds))
+    assert hidden.makespan == pytest.approx(3 * seconds + 8 * 3)
+
+
 @pytest.mark.parametrize("m", [1, 5, 16])
 def test_two_sections_that_keep_up_cost_only_their_first_forwards_and_last_backwards(m: int) -> None:
     timeline = simulate(planned(accumulate(m), *chain(m), seconds=0.5), timed(0.5))
