@@ -3,10 +3,11 @@
 A step has ``n`` samples on 1 to 4 lanes and one feeder. Mixtures: one sample in ten has media, one in three, half, all,
 video (few samples are very heavy), a teacher (every sample, by its length), and a teacher with media. The feeder is
 frozen or trained, its load is 0.3 to 0.95 of the lanes', each lane has 2 to 8 slots, and the feeder keeps the
-activations of 4, 8 or any number of samples. With ``n = 8`` the reference is the best of all orders, otherwise the
-lower bound. Two-sided steps also have a sink, such as a decoder, with 0.2 to 0.9 of the lanes' load in half of the
-samples; a lane runs one further forward before its first backward, or none. The published rule (Algorithm 1 of Maestro, arXiv 2605.10501, as it must be meant: samples by their
-forwards, each where it makes its own lane shortest, the lanes' orders merged in turn) runs under the same limits.
+activations of 4, 8 or any number of samples. Two-sided steps also have a sink, such as a decoder, with 0.2 to 0.9 of
+the lanes' load in half of the samples; a lane runs one further forward before its first backward, or none. With
+``n = 8`` the reference is the best of all orders, otherwise the lower bound. The published rule (Algorithm 1 of
+Maestro, arXiv 2605.10501, as it must be meant: samples by their forwards, each where it makes its own lane shortest,
+the lanes' orders merged in turn) runs under the same limits.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class StepOrder:
         return Feeder(forward.tolist(), backward.tolist(), tuple(range(lanes)), slots, kept, section.encode_twice)
 
     def _sink(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Sink:
-        """The decoders of a section: forward and backward of a head take three times as long as its forward of items."""
+        """The decoders of a section: forward and backward of a head take three times as long as a forward of items."""
         seconds = np.zeros(len(tables.counts) * len(topology.owners))
         for decoder in section.decoders:
             seconds += 3 * encoding_seconds(topology, tables, decoder, rates.per_cost[decoder]) / section.num_ranks

@@ -32,6 +32,7 @@ from omnitrain.train.evaluate.evaluate import heldout_loss
 from tests.models.decoders import continuous
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import pack, samples
+from tests.parallel.schedule.separate import factory
 from tests.parallel.sections.test_training import planned
 from tests.tiny import tiny_processor, tiny_row
 
@@ -78,7 +79,7 @@ def test_a_decoder_of_a_section_trains_as_one_process(sections: RankPool) -> Non
 
 @pytest.mark.slow
 def test_a_decoder_of_a_section_trains_as_one_process_beside_every_parallelism(sections: RankPool) -> None:
-    require_equal(sections, any_to_any, samples() * 2, SLOW)
+    require_equal(sections, factory("any_to_any", "all"), samples() * 2, SLOW)  # of four blocks
 
 
 def with_frozen(part: str) -> OmniModel:
