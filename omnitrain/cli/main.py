@@ -206,15 +206,17 @@ def check(
     else:
         from omnitrain.train.verbs.check import check_recipe as check_of
 
+    from omnitrain.train.planning.devices import find_device
+
+    planned_on = device and find_device(device)
     problems = check_of(resolved, nproc)
     if problems:
         raise UserError(problem_list(model_or_recipe, problems))
     typer.echo(f"no problems in {model_or_recipe}")
-    if device is not None:
-        from omnitrain.train.planning.devices import find_device
+    if planned_on:
         from omnitrain.train.verbs.plan import check_plan
 
-        typer.echo(check_plan(resolved, nproc or 1, find_device(device)))
+        typer.echo(check_plan(resolved, nproc, planned_on))
 
 
 app.command()(plan)
@@ -296,6 +298,13 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
             recipe = in_steps(recipe)
         in_words = [f"train.steps={recipe.train.steps}", f"train.packs_per_step={recipe.train.packs_per_step}"]
         command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
+    if recipe.parallel.auto and world_size() == 1:
+        from omnitrain.train.verbs.plan import with_layout
+
+        with _all_problems(recipe, name, nproc):
+            recipe = with_layout(recipe, nproc, continues=bool(resume))
+        chosen = recipe.parallel.model_dump(mode="json", exclude_defaults=True)
+        command = [*command, f"parallel={json.dumps(chosen)}"]
     if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
         if is_first_process():  # before ranks start, and weights are loaded
             typer.echo(finished)
