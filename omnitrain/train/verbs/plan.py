@@ -23,7 +23,7 @@ from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.yaml_text import with_node
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, use_ops
 from omnitrain.train.device import compute_dtype, mixed_precision, use_device
-from omnitrain.train.epochs import loader_of
+from omnitrain.train.epochs import in_steps, loader_of
 from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
 from omnitrain.train.planning.devices import MEASURED, Device, device_here
@@ -56,37 +56,39 @@ class Planned:
     flops: float
     pack: str
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the numbers of each layout: seconds, tokens per second of a device, shares, GiB."""
-        for candidate in self.best:
-            yield _numbers(candidate, self)
-
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers."""
+        """Return all numbers; of a layout: seconds, tokens per second of a device, shares, GiB."""
         return {
             "num_ranks": self.num_ranks,
             "device": {"name": self.device.name, "memory": self.device.memory, "source": self.device.source},
             "pack": self.pack,
-            "layouts": list(self.rows()),
+            "flops": self.flops,
+            "layouts": [_numbers(candidate, self) for candidate in self.best],
             "neighbours": dict(self.neighbours),
         }
 
     def __rich__(self) -> RenderableType:
-        """The best layouts, where their time and memory go, and why neighbours of the best are not."""
-        rows = list(self.rows())
-        layouts = Table(*_columns("layout"), *_columns("step", "tokens/s", "MFU", "GiB", is_number=True), **_PLAIN)
-        shares = Table(*_columns("idle, of a step"), *_columns(*rows[0]["idle"], is_number=True), **_PLAIN)
-        sizes = Table(*_columns("GiB"), *_columns(*rows[0]["memory"], is_number=True), **_PLAIN)
-        for number, row in enumerate(rows, start=1):
-            rate = f"{row['tokens_per_second']:,.0f}"
-            times = (f"{row['seconds']:.3g} s", rate, f"{row['mfu']:.1%}", f"{row['peak']:.3g}")
-            layouts.add_row(f"{number}  {row['layout']}", *times)
-            shares.add_row(str(number), *map("{:.1%}".format, row["idle"].values()))
-            sizes.add_row(str(number), *map("{:.3g}".format, row["memory"].values()))
-        head = f"{self.num_ranks} x {self.device.name}, {self.device.memory / 2**30:.3g} GiB each; {self.pack}"
-        note = "tokens/s: of a GPU; GiB: of the fullest rank"
-        lines = [f"not {words}: {why}" for words, why in self.neighbours.items()]
-        return Group(head, note, "", layouts, "", shares, "", sizes, "", *lines)
+        """See :func:`shown`."""
+        return shown(self.as_json())
+
+
+def shown(planned: Mapping[str, Any]) -> RenderableType:
+    """Show layouts as JSON has them: where their time and memory go, and why neighbours of the best are not."""
+    rows = planned["layouts"]
+    layouts = Table(*_columns("layout"), *_columns("step", "tokens/s", "MFU", "GiB", is_number=True), **_PLAIN)
+    shares = Table(*_columns("idle, of a step"), *_columns(*rows[0]["idle"], is_number=True), **_PLAIN)
+    sizes = Table(*_columns("GiB"), *_columns(*rows[0]["memory"], is_number=True), **_PLAIN)
+    for number, row in enumerate(rows, start=1):
+        rate = f"{row['tokens_per_second']:,.0f}"
+        times = (f"{row['seconds']:.3g} s", rate, f"{row['mfu']:.1%}", f"{row['peak']:.3g}")
+        layouts.add_row(f"{number}  {row['layout']}", *times)
+        shares.add_row(str(number), *map("{:.1%}".format, row["idle"].values()))
+        sizes.add_row(str(number), *map("{:.3g}".format, row["memory"].values()))
+    device = planned["device"]
+    head = f"{planned['num_ranks']} x {device['name']}, {device['memory'] / 2**30:.3g} GiB each; {planned['pack']}"
+    note = "tokens/s: of a GPU; GiB: of the fullest rank"
+    lines = [f"not {words}: {why}" for words, why in planned["neighbours"].items()]
+    return Group(head, note, "", layouts, "", shares, "", sizes, "", *lines)
 
 
 _PLAIN: Mapping[str, Any] = {"box": None, "pad_edge": False}
@@ -107,12 +109,11 @@ def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5)
     planner = _planner(what, recipe, num_ranks, device)
     found = planner.search(top, is_counted=True)
     if not found.fitting:
-        raise UserError(_fits_nowhere(planner, num_ranks, recipe.train.packs_per_step, device, found))
+        raise UserError(_fits_nowhere(planner, num_ranks, what.packs_per_step, device, found))
     best = found.fitting[0]
     everything = (*found.fitting, *found.rejected, *found.refused, *found.slower)
     neighbours = {str(one): _why_not(one, best) for one in everything if steps_apart(one, best) == 1}
-    flops = what.flops * recipe.train.packs_per_step
-    return Planned(num_ranks, device, tuple(found.fitting[:top]), neighbours, flops, what.pack)
+    return Planned(num_ranks, device, tuple(found.fitting[:top]), neighbours, what.flops, what.pack)
 
 
 def check_plan(recipe: Recipe, num_ranks: int | None, device: Device) -> str:
@@ -129,7 +130,7 @@ def check_plan(recipe: Recipe, num_ranks: int | None, device: Device) -> str:
     if own.found is None:
         raise UserError(own.reason)
     own = planner.counted(own)
-    numbers = _numbers(own, Planned(num_ranks, device, (), {}, what.flops * recipe.train.packs_per_step, what.pack))
+    numbers = _numbers(own, Planned(num_ranks, device, (), {}, what.flops, what.pack))
     line = (
         f"{num_ranks} x {device.name}, {own}: a step takes {numbers['seconds']:.4g} s, "
         f"{numbers['tokens_per_second']:,.0f} tokens/s per GPU, MFU {numbers['mfu']:.1%}, "
@@ -184,7 +185,8 @@ def require_own_file(recipe: str) -> None:
 class _What:
     training: Training
     drawn: Sequence[MicroBatchFacts]  # packs that steps have in turn
-    flops: float  # that the model needs for a pack of these, in the mean
+    packs_per_step: int
+    flops: float  # that the model needs for a step
     pack: str  # in words
 
 
@@ -193,10 +195,12 @@ def _what_trains(recipe: Recipe, device: Device) -> _What:
     quiet_libraries()
     mixed = mixed_precision(recipe.train, "cpu" if device.name == MEASURED else "cuda")
     try:
+        packs_per_step = in_steps(recipe).train.packs_per_step
         model, processor = build_from_recipe(recipe, "meta")
         packs = [pack for (pack,) in islice(loader_of(recipe, model, processor, 1), _PACKS)]
         words = f"packs like the first {len(packs)} of the data ({fmean(map(_tokens, packs)):,.0f} tokens)"
     except UserError as error:
+        packs_per_step = recipe.train.samples_per_step or recipe.train.packs_per_step
         model, tokens = build_without_tokenizer(recipe), recipe.data.pack_tokens
         packs = [text_pack(model, [tokens])]
         words = f"packs of one text of {tokens} tokens, as the data cannot be read ({error.problems[0]})"
@@ -204,7 +208,8 @@ def _what_trains(recipe: Recipe, device: Device) -> _What:
     use_ops(model, recipe.model.ops, torch.device("cpu"), compute_dtype(recipe.parallel, mixed))
     training = Training(model, recipe.train.optimizer, mixed, max(packs, key=_tokens))
     drawn = [facts_of(pack, model.runner.apart) for pack in packs]
-    return _What(training, drawn, fmean(_flops(counter, pack) for pack in packs), words)
+    flops = packs_per_step * fmean(_flops(counter, pack) for pack in packs)
+    return _What(training, drawn, packs_per_step, flops, words)
 
 
 def _tokens(pack: Pack) -> int:
@@ -229,7 +234,7 @@ def _require_whole_nodes(option: str, num_ranks: int, device: Device) -> None:
 
 
 def _planner(what: _What, recipe: Recipe, num_ranks: int, device: Device) -> Planner:
-    return Planner(what.training, recipe.parallel, device, num_ranks, recipe.train.packs_per_step, what.drawn)
+    return Planner(what.training, recipe.parallel, device, num_ranks, what.packs_per_step, what.drawn)
 
 
 def _numbers(candidate: Candidate, planned: Planned) -> dict[str, Any]:

@@ -159,6 +159,12 @@ def test_a_check_for_a_device_speaks_of_its_own_options(recipe: Path) -> None:
     assert packs.stderr == f"omnitrain: {words}\n"
 
 
+def test_a_step_that_counts_samples_has_as_many_packs_of_one_text(recipe: Path) -> None:
+    counted = check("--device", "h100", "--nproc", "8", "train.packs_per_step=1", "train.samples_per_step=12")
+    assert counted.exit_code == 2
+    assert "train.packs_per_step: found 12; expected a multiple of the 8 data-parallel ranks" in counted.stderr
+
+
 @pytest.mark.slow
 def test_a_check_without_a_number_of_ranks_plans_for_one_that_fits(recipe: Path) -> None:
     found = check("--device", "h100", "parallel.default.dp_shard=2")
