@@ -210,13 +210,12 @@ def test_ranks_of_a_run_start_with_the_layout_that_was_chosen(recipe: Path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_run_chooses_a_layout_and_keeps_it_when_it_continues(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True, packs_per_step=4)
 
     def run(*words: str) -> str:
         command = [sys.executable, "-m", "omnitrain", "run", str(recipe), "parallel=auto", "--nproc", "2", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
 
     assert "parallel.auto: the layout is " in run("train.steps=2")
     plan = Recipe.load(tmp_path / "run" / "recipe.yaml").parallel
