@@ -215,11 +215,11 @@ class Planner:
             state, plans = resolve_without_ranks(
                 self._model, candidate.plan, self._training.mixed_precision, self._num_ranks
             )
-        except UserError as error:
+            if self._packs_per_step % state.size("dp"):
+                return replace(candidate, reason=self._indivisible(state.size("dp")))
+            found = self.estimate(PlacedPlan.of(self._model, candidate.plan, state, plans))
+        except UserError as error:  # a pipeline may have more stages than the model has blocks
             return replace(candidate, reason=error.problems[0])
-        if self._packs_per_step % state.size("dp"):
-            return replace(candidate, reason=self._indivisible(state.size("dp")))
-        found = self.estimate(PlacedPlan.of(self._model, candidate.plan, state, plans))
         return replace(candidate, found=found, reason=self._too_much(found.peak))
 
     def counted(self, judged: Candidate) -> Candidate:
