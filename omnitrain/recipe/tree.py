@@ -263,9 +263,9 @@ def _child(node: Any, key: str | int, next_part: str) -> Any:
     child = node.get(key) if isinstance(node, dict) else node[key]
     if child is not None:
         return child
-    if next_part.isdigit():
-        return []  # without a list, any index is refused
-    node[key] = {}
+    if next_part.isdigit() and next_part != "0":
+        return []  # a list that nobody wrote has no such index; its first one makes it
+    node[key] = [None] if next_part == "0" else {}
     return node[key]
 
 
