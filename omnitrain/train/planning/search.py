@@ -243,21 +243,23 @@ class Planner:
 
     def of_sequence(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
-        experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
-        cp = self._plan.of(FOUNDATION).cp or 1
+        default = {axis: 1 if getattr(self._plan.default, axis) else None for axis in _SIZES}
         for places in self._places():
             sections = [place for place in places.values() if isinstance(place, Section)]
             ranks = self._num_ranks - sum(one.ranks for one in (*self._plan.sections.values(), *sections))
-            for tp, pp, ep in product(_powers(min(self._device.per_node, 8)), _powers(_STAGES), _powers(experts)):
-                if ranks < 1 or ranks % (tp * pp * sequence * cp) or (ranks // (tp * pp)) % ep:
-                    continue
+            for named, recompute in product(self._degrees(ranks, sequence), _RECOMPUTE):
+                plan = _with(self._plan, FOUNDATION, default | named | {"memory.recompute": recompute})
+                mode = {} if recompute == "none" else {"recompute": f"recompute-{recompute}"}
+                yield _placed(Candidate(named | mode or {"dp": ranks}, plan), places)
+
+    def _degrees(self, ranks: int, sequence: int) -> Iterator[dict[str, Any]]:
+        """Yield the degrees above 1 of layouts of so many ranks, which are all but those of sections."""
+        experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
+        cp = self._plan.of(FOUNDATION).cp or 1
+        for tp, pp, ep in product(_powers(min(self._device.per_node, 8)), _powers(_STAGES), _powers(experts)):
+            if ranks > 0 and ranks % (tp * pp * sequence * cp) == 0 == ranks // (tp * pp) % ep:
                 degrees = {"tp": tp, "cp": cp, "ulysses": sequence, "pp": pp, "ep": ep}
-                named: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
-                default = {axis: 1 if getattr(self._plan.default, axis) else None for axis in degrees}
-                for recompute in _RECOMPUTE:
-                    plan = _with(self._plan, FOUNDATION, default | named | {"memory.recompute": recompute})
-                    mode = {} if recompute == "none" else {"recompute": f"recompute-{recompute}"}
-                    yield _placed(Candidate(named | mode or {"dp": ranks}, plan), places)
+                yield {axis: degree for axis, degree in degrees.items() if degree > 1}
 
     def _places(self) -> Iterator[dict[str, Section | dict[str, Any]]]:
         """Yield what may be done with encoders: as the plan has them, on all ranks, or in a section."""
@@ -306,8 +308,7 @@ class Planner:
         work = sum(one.seconds) / (tp * sequence) * filled
         encodes = self._encodes
         on_main = 0.0 if of_sections or pp > 1 else encodes / main
-        is_in_turn = (plan.schedule or PipelineSchedule()).resolved_kind in ("gpipe", "1f1b")
-        share = _share_of_busiest(pp, number) if is_in_turn else pp
+        share = _share_of_busiest(pp, number, plan.schedule or PipelineSchedule())
         seconds = max(number * work / share + on_main, encodes / of_sections if of_sections else 0)
         parts = [*one.cell.blocks, one.cell.ends]
         static = sum(part.static for part in parts) * one.cell.shards / main
@@ -364,12 +365,14 @@ def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:
     return Pack.from_samples([replace(text, loss_mask=np.ones(len(text.input_ids), bool)) for text in texts])
 
 
-def _share_of_busiest(stages: int, number: int) -> float:
-    """The work of a step's micro-batches over the least time in which the stages of 1F1B or GPipe can run them.
+def _share_of_busiest(stages: int, number: int, schedule: PipelineSchedule) -> float:
+    """The work of a step's micro-batches over the least time in which pipeline ranks can run them.
 
-    With stages of work ``w``, stage ``r`` ends at ``w_0 + ... + w_(r-1) + number * w_r`` at best. The least maximum of
-    these is ``number * work`` over this.
+    In 1F1B and GPipe, with stages of work ``w``, stage ``r`` ends at ``w_0 + ... + w_(r-1) + number * w_r`` at best,
+    and this is the least maximum of these. In others, a rank need not wait for all that is before a stage of its own.
     """
+    if schedule.resolved_kind not in ("gpipe", "1f1b"):
+        return stages
     return number * (1 - (1 - 1 / number) ** stages) if stages > 1 else 1.0
 
 
