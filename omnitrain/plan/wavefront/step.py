@@ -93,7 +93,7 @@ class StepOrder:
         orders = [(as_drawn, best_order(as_drawn))]
         if len(owners) > 1:
             loads = [np.add(feeder.forward, feeder.backwards) for feeder in feeders]
-            load = np.sum([*loads, *(sink.seconds for sink in sinks)], axis=0)
+            load = np.sum([*loads, *(np.array(sink.seconds) for sink in sinks)], axis=0)
             dealt = replace(as_drawn, lane=deal(work.tolist(), load.tolist(), len(owners), coupled=self.coupled))
             orders.append((dealt, best_order(dealt)))
         seconds = [makespan(wave, order) for wave, order in orders]
