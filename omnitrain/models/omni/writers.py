@@ -89,7 +89,7 @@ class ImageWords:
 def writers_of(model: OmniModel, processor: OmniProcessor, size: str | None) -> dict[str, Any]:
     """Return the decoders by name, and :class:`ImageWords`, if the foundation has it, for images of ``size``."""
     hosts = [module for module in model.foundation.modules() if hasattr(module, _DECODE)]
-    if "image" in processor.renderer.written_modalities and hosts:
+    if "image" in processor.renderer.native.written and hosts:
         return {**model.decoders, WORDS: ImageWords(hosts[-1], processor, size)}
     if size is not None:
         raise UserError(f"size {size!r}: the model writes no images as words of its text; leave it out")
