@@ -18,7 +18,7 @@ from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanOrAuto
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
@@ -40,7 +40,7 @@ class Recipe(Strict):
     """Data sets and packing."""
     train: Train = Field(default_factory=Train)
     """The training loop."""
-    parallel: ParallelPlan = Field(default_factory=ParallelPlan)
+    parallel: PlanOrAuto = Field(default_factory=ParallelPlan)
     """How the components are distributed over ranks."""
     evaluation: Evaluation | None = None
     """Evaluation at the end of the run. Unset: none."""
