@@ -132,7 +132,7 @@ def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[S
     for passes in readers:
         encoded = 0  # number of turns up to the last one that the reader has encoded
         for window, kind, starts, stops in passes:
-            if window not in needs or kind is Kind.HEAD:
+            if window not in needs:
                 continue  # the reader has items of other components
             begins[window], ends[window] = min(begins[window], starts), max(ends[window], stops)
             encoded = in_order.index(window) + 1 if kind is Kind.ENCODE else encoded
@@ -212,12 +212,8 @@ def _actions(
     ahead.sort(key=lambda action: action.micro_batch or 0)
     for window, kind, *_ in passes:
         if kind is Kind.HEAD:
-            for decoder in (name for name, micro_batches in section.heads.items() if window in micro_batches):
-                states = Action(Kind.RECV_F, None, window, peers[FOUNDATION], f"{decoder}{STATES}")
-                loss = states._replace(kind=Kind.SEND_F, component=f"{decoder}{LOSS}")
-                actions += [states, Action(Kind.HEAD, None, window, component=decoder), loss]
-            continue
-        for component in section.components_of(window):
+            actions += _actions_of_heads(section, window, peers[FOUNDATION])
+        for component in _coded(section, window, kind):
             row, read = row_of[component][stage], section.reads.get(component)
             encode = section.passes_of(component, window, stage)[kind is Kind.ENCODE_B]
             inputs = [Action(Kind.RECV_F, stage, window, row - 1, component)] if stage else []
@@ -228,12 +224,54 @@ def _actions(
                 output = output._replace(stage=None, peer=peers[component])
             if kind is Kind.ENCODE:
                 actions += [*inputs, *([] if section.is_encoded else [encode]), output]
-            elif component in section.trained:
+            else:
                 back = [message._replace(kind=Kind.SEND_B) for message in inputs if message.component in trained]
                 actions += [output._replace(kind=Kind.RECV_B), encode, *back]
         actions += ahead[:1]  # between two messages, each of which waits until the first stage has room for it
         del ahead[:1]
     return [*chain.from_iterable((*before, a, *after) for before, a, after in with_weights([*actions, *ahead]))]
+
+
+def _coded(section: SectionWindows, window: int, kind: Kind) -> list[str]:
+    """The components that encode in a pass, or have a backward in it."""
+    if kind is Kind.HEAD:
+        return []
+    return [name for name in section.components_of(window) if kind is Kind.ENCODE or name in section.trained]
+
+
+def _predicting(section: SectionWindows, micro_batch: int) -> list[str]:
+    """The decoders whose losses a section computes in a micro-batch."""
+    return [decoder for decoder, micro_batches in section.heads.items() if micro_batch in micro_batches]
+
+
+def _actions_of_heads(section: SectionWindows, micro_batch: int, peer: int) -> Iterator[Action]:
+    """Yield the actions of the losses of a micro-batch; ``peer``: the list of the last stage."""
+    for decoder in _predicting(section, micro_batch):
+        states = Action(Kind.RECV_F, None, micro_batch, peer, f"{decoder}{STATES}")
+        yield states
+        yield Action(Kind.HEAD, None, micro_batch, component=decoder)
+        yield states._replace(kind=Kind.SEND_F, component=f"{decoder}{LOSS}")
+
+
+class _Losses:
+    """The losses that a section has not computed yet."""
+
+    def __init__(self, heads: Iterable[_Head]) -> None:
+        self.left = deque(heads)  # those of which it is not known yet when they begin
+        self._known: deque[tuple[float, _Head]] = deque()
+
+    def learn(self, encoded: int, late: float) -> None:
+        """Take the losses for which enough turns are encoded; the last stage is ``late`` seconds late."""
+        while self.left and encoded >= self.left[0].needs:
+            self._known.append((self.left[0].begins + late, self.left.popleft()))
+
+    def next_at(self, free: float) -> float:
+        """Return when the next one can begin, if the section is free from then on."""
+        return max(free, self._known[0][0]) if self._known else float("inf")
+
+    def pop(self) -> _Head:
+        """Return the next one."""
+        return self._known.popleft()[1]
 
 
 def _order(
@@ -248,7 +286,7 @@ def _order(
     The first stage begins a turn when its features are there, and the last one a backward when its loss is; if they are
     late, everything after it is as much later.
     """
-    left, known = deque(heads), deque[tuple[float, _Head]]()
+    losses = _Losses(heads)
     late, free, kept = 0.0, 0.0, 0
     begins = [0.0] * section.slots  # of the encoded windows, as they become known; before them, there is room
     ready: list[tuple[float, int]] = []  # ends of turns with a trained component, and their indices
@@ -259,18 +297,16 @@ def _order(
         while unknown and encoded >= turns[unknown[0]].needs:  # then its end is known
             heapq.heappush(ready, (turns[unknown[0]].ends + late, unknown[0]))
             del unknown[0]
-        while left and encoded >= left[0].needs:
-            known.append((left[0].begins + late, left.popleft()))
+        losses.learn(encoded, late)
         can_encode = encoded < len(turns) and (kept < limiting.keeps or not is_trained[encoded])
         forward_at = max(free, begins[encoded]) if can_encode else float("inf")
         backward_at = max(free, ready[0][0]) if ready else float("inf")
-        head_at = max(free, known[0][0]) if known else float("inf")
+        head_at = losses.next_at(free)
         if forward_at == backward_at == head_at == float("inf"):
             break
         if head_at <= min(forward_at, backward_at):
-            _, head = known.popleft()
-            predicting = [name for name, micro_batches in section.heads.items() if head.micro_batch in micro_batches]
-            free = head_at + 3 * _seconds(encoding, head.micro_batch, predicting)
+            head = losses.pop()
+            free = head_at + 3 * _seconds(encoding, head.micro_batch, _predicting(section, head.micro_batch))
             late = max(late, free - head.ends)
             yield _Pass(head.micro_batch, Kind.HEAD, head_at, free)
         elif forward_at <= backward_at:
@@ -287,7 +323,7 @@ def _order(
             free = backward_at + _seconds(encoding, window, trained) * (3 if section.encode_twice else 2)
             kept -= 1
             yield _Pass(window, Kind.ENCODE_B, backward_at, free)
-    if encoded < len(turns) or unknown or left:
+    if encoded < len(turns) or [*unknown, *losses.left]:
         raise ScheduleError(
             f"sections.{limiting.name}.in_flight: found {limiting.in_flight}, but the first stage needs the features "
             "of more windows before the first backward can run: the section would wait for ever; allow more, or set "

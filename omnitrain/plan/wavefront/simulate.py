@@ -139,7 +139,7 @@ class _RunningSink:
         return sample
 
 
-class _Pass(NamedTuple):
+class _LanePass(NamedTuple):
     """What a lane runs at a time: samples that begin together, or end together."""
 
     samples: tuple[int, ...]
@@ -190,16 +190,16 @@ class _RunningLanes:
             for sample in samples:
                 self.round_of[sample] = name
 
-    def _passes(self, rounds: Sequence[tuple[int, ...]], wave: Wavefront) -> Iterator[_Pass]:
+    def _passes(self, rounds: Sequence[tuple[int, ...]], wave: Wavefront) -> Iterator[_LanePass]:
         """Yield what a lane runs: forward and backward as one pass; with sinks, one after the other."""
         if not wave.sinks:
-            yield from (_Pass(samples, self.work[samples[0]], True, True) for samples in rounds)
+            yield from (_LanePass(samples, self.work[samples[0]], True, True) for samples in rounds)
             return
         for index in range(len(rounds) + wave.extra_forwards):
             if index < len(rounds):
-                yield _Pass(rounds[index], FORWARD * self.work[rounds[index][0]], True, False)
+                yield _LanePass(rounds[index], FORWARD * self.work[rounds[index][0]], True, False)
             if (ended := index - wave.extra_forwards) >= 0:
-                yield _Pass(rounds[ended], (1 - FORWARD) * self.work[rounds[ended][0]], False, True)
+                yield _LanePass(rounds[ended], (1 - FORWARD) * self.work[rounds[ended][0]], False, True)
 
     def receive(self, sample: int, time: float) -> None:
         """Take a sample's features of one feeder at ``time``, and run the lane on if it waited only for them."""
