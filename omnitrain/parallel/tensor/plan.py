@@ -42,8 +42,7 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]
     name of the foundation applies only to the foundation; another glob to all components that it matches.
     """
     problems: list[str] = []
-    asked = [own for own in plan.components.values() if (own.tp or 1) > 1]
-    if plan.tp_plan and set(degrees.values()) == {1} and not asked:
+    if plan.tp_plan and {1, None}.issuperset([*degrees.values(), *map(attrgetter("tp"), plan.components.values())]):
         problems.append("tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it")
     styles: dict[str, str] = {}
     owners: dict[str, str] = {}
