@@ -184,7 +184,7 @@ def _other_section_problems(plan: ParallelPlan, decoders: Collection[str]) -> It
                 if decoder := next((n for n in plan.sections[other].components if n in decoders), None):
                     yield (
                         f"sections.{other}.components: found {decoder} beside a part of an encoder whose other part is "
-                        f"in section {feeder if other == name else name}: `main` would wait for both, and they for each "
+                        f"in section {feeder if other == name else name}: `main` would wait for both, they for each "
                         "other; give the decoder a section of its own"
                     )
             if section.ahead:
