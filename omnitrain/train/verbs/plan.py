@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -267,8 +268,8 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
 def _fits_nowhere(planner: Planner, num_ranks: int, packs_per_step: int, device: Device, found: Search) -> str:
     """Why no layout fits; if memory binds, the least number of devices that would do."""
     if not found.rejected:
-        reasons = sorted({one.reason for one in found.refused})
-        return f"no layout of {num_ranks} devices is possible: {'; '.join(reasons[:3])}"
+        reasons = Counter(one.reason for one in found.refused).most_common(3)
+        return f"no layout of {num_ranks} devices is possible: {'; '.join(reason for reason, _ in reasons)}"
     smallest = min(found.rejected, key=lambda one: one.peak)
     words = f"no layout fits {num_ranks} x {device.name}; the smallest, {smallest}, needs {smallest.reason}"
     most = num_ranks if device.name == MEASURED else _MOST_RANKS  # ranks share the one CPU
