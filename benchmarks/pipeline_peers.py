@@ -26,13 +26,13 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import Executor
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
-from omnitrain.plan.schedule.actions import Kind
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 
@@ -200,20 +200,16 @@ def host_on_rank(blocks: int, rounds: int) -> list[float]:
     """Return milliseconds of the processor in a forward of the last stage, of one block, in each round."""
     settle()
     model = on_stages("1f1b", 2, blocks, 16, [blocks - 1, 1])
-    batch, taken = step_planner(model)(packs_of(MICRO_BATCHES, 8)), []
+    batch = step_planner(model)(packs_of(MICRO_BATCHES, 8))
+    schedule, taken = layout_of(model).pipeline.schedule_of(MICRO_BATCHES), []
 
     class Timed(Executor):
-        _RUN = dict(Executor._RUN)
+        def _output(self, *arguments: Any) -> Any:
+            began = time.thread_time()
+            output = super()._output(*arguments)
+            taken.append(1e3 * (time.thread_time() - began))
+            return output
 
-    def forward(executor: Executor, action: Any) -> None:
-        began = time.thread_time()
-        Executor._RUN[Kind.F](executor, action)
-        taken.append(1e3 * (time.thread_time() - began))
-
-    Timed._RUN[Kind.F] = forward
-    from omnitrain.parallel.layout import layout_of
-
-    schedule = layout_of(model).pipeline.schedule_of(MICRO_BATCHES)
     of_rounds = []
     for _ in range(rounds + 1):
         taken.clear()
@@ -251,7 +247,9 @@ def main() -> None:
     report(Result("pipeline_peers", FORMULA, figures, rounds), given.json)
 
 
-def _measured(rounds: int, steps: int, ranks: int, blocks: int, width: int, tokens: int, sleeps: bool) -> dict[str, list[float]]:
+def _measured(
+    rounds: int, steps: int, ranks: int, blocks: int, width: int, tokens: int, sleeps: bool
+) -> dict[str, list[float]]:
     sizes = ranks, blocks, width, tokens, rounds, steps, sleeps
     with RankPool(ranks, preload=("pipeline_peers",)) as pool:
         measure = pool.run("pipeline_peers:on_rank", *sizes, timeout_s=900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 
 import pytest
@@ -15,6 +16,7 @@ from omnitrain.models.contract.stages import check_stages, stage_contract_of
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.stage import StageInput
+from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.families import FAMILIES
 from tests.models.plain import Pair, pair_of
 from tests.models.shrunk import small_configs
@@ -134,6 +136,25 @@ def test_a_stage_runs_only_its_blocks_and_leaves_the_model_as_it_was() -> None:
     assert ran == {"1", "2"}
     assert not {"lm_head", "model.norm"} & set(called)
     assert list(blocks) == before and all("forward" not in vars(block) for block in blocks)
+
+
+def test_recompute_runs_each_block_of_a_stage_twice_and_no_other() -> None:
+    model, pack = pair("qwen3").ours, pair("qwen3").pack()
+    loss, gradients = whole_step(model, [pack])
+    ran: list[str] = []
+    blocks = text_blocks(model.foundation)
+    handles = [
+        block.register_forward_pre_hook(lambda m, _, n=name: ran.append(n)) for name, block in blocks._modules.items()
+    ]
+    recompute_blocks(blocks)
+    try:
+        staged = staged_step(model, [pack], (1, 3))
+    finally:
+        for block, handle in zip(blocks, handles, strict=True):
+            block.gradient_checkpointing = False
+            handle.remove()
+    assert Counter(ran) == dict.fromkeys("0123", 2)
+    assert staged[0] == loss and unequal(gradients, staged[1]) == {}
 
 
 def test_a_cut_at_which_the_model_is_not_exact_is_refused_with_the_measurement() -> None:
