@@ -161,10 +161,10 @@ def hidden_among(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
-    """A shallow copy of a block with another forward, without hooks, and without recomputation."""
+    """A shallow copy of a block with another forward, and without hooks."""
     stand_in: nn.Module = object.__new__(type(block))  # FSDP's classes make no copies
     vars(stand_in).update(vars(block))
     vars(stand_in).update({name: OrderedDict() for name in _HOOKS})
-    vars(stand_in).update(forward=forward, gradient_checkpointing=False)
+    vars(stand_in).update(forward=forward)
     set_compiled_call(stand_in, None)
     return stand_in
