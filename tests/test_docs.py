@@ -135,6 +135,19 @@ def test_the_architecture_names_files_that_exist() -> None:
     ] == []
 
 
+def test_what_decides_is_in_a_file_that_the_architecture_names_beside_it() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## Where is it decided?")[1]
+    tables = re.findall(r"\| what \| where \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
+    rows = [re.findall(r"`([^`]+)`", row) for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
+    for named in rows:
+        files = [ROOT / "omnitrain" / name for name in named if name.endswith(".py")]
+        text = "\n".join(file.read_text() for file in files)
+        names = [part for name in named if re.fullmatch(r"\w+(\.\w+)?", name) for part in name.split(".")]
+        missing = [name for name in names if name != "py" and not re.search(rf"\b{name}\b", text)]
+        assert files and not missing, (named, missing)
+
+
 def test_the_architecture_shows_every_room() -> None:
     tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
     rooms = [path.parent for path in (ROOT / "omnitrain").glob("*/*/__init__.py")]
@@ -184,6 +197,28 @@ def test_the_figures_of_the_page_of_benchmarks_are_those_of_the_last_runs() -> N
         f"{100 * figure('moe_overlap', 'hidden_1x'):.0f} %",
         f"{100 * figure('moe_overlap', 'hidden_0.5x'):.0f} %, {100 * figure('moe_overlap', 'hidden_2x'):.0f} %",
         f"{figure('moe_overlap', 'over_transformers_1x'):.1f}x",
+    ]
+
+
+WRITTEN = {
+    "image_codes": "images in codes",
+    "image_flow_head": "images, flow head",
+    "image_in_context": "images in context",
+    "film_flow_head": "films, flow head",
+    "film_in_context": "films in context",
+}
+
+
+def test_the_figures_of_what_small_models_write_are_those_of_the_last_runs() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "any_to_any.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = page.split("| what is written | seeds | right, guided | unguided | minutes |")[1].split("\n\n")[0]
+    assert table.splitlines()[2:] == [
+        f"| {words} | {len(result['rounds'][f'{name} guided'])} | {100 * figure('any_to_any', f'{name} guided'):.1f} % "
+        f"| {100 * figure('any_to_any', f'{name} unguided'):.1f} % "
+        f"| {figure('any_to_any', f'{name} seconds') / 60:.0f} |"
+        for name, words in WRITTEN.items()
+        if f"{name} guided" in result["figures"]
     ]
 
 

@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -31,35 +30,20 @@ from omnitrain.torch_private import (
 
 
 class Op(NamedTuple):
-    """Operations of equal cost on one device.
+    """Operations of equal cost on one device."""
 
-    Attributes:
-        flops: of a product of matrices, or of attention; 0: the operation is bound by memory.
-        num_bytes: that it reads and writes.
-        width: of a product: its shortest side, on which its efficiency depends.
-        num_products: of a batched or grouped product, the number of its products.
-    """
-
-    flops: int
-    num_bytes: int
-    width: int = 0
-    num_products: int = 1
+    flops: int  # of a product of matrices, or of attention; 0: the operation is bound by memory
+    num_bytes: int  # that it reads and writes
+    width: int = 0  # of a product: its shortest side, on which its efficiency depends
 
 
 class Collective(NamedTuple):
-    """Collectives of equal cost.
+    """Collectives of equal cost."""
 
-    Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``.
-        num_bytes: of the whole tensor: gathered, before the scatter, reduced; of what this rank sends to all.
-        ranks: global ranks of the group.
-        is_waited_for: whether the compute stream waits for it at once; FSDP's gathers and reductions run beside it.
-    """
-
-    kind: str
-    num_bytes: int
-    ranks: tuple[int, ...]
-    is_waited_for: bool
+    kind: str  # `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast` or `send`
+    num_bytes: int  # of the whole tensor: gathered, before the scatter, reduced; of what this rank sends to all
+    ranks: tuple[int, ...]  # global ranks of the group
+    is_waited_for: bool  # whether the compute stream waits for it at once; FSDP's run beside it
 
 
 class Mark(NamedTuple):
@@ -185,14 +169,12 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> Op:
     packet = packet_of(func)
     if packet is GROUPED_MM:
         left, right = args[:2]
-        number = right.size(0) if right.ndim == 3 else made[0].size(0)
-        return Op(2 * left.numel() * right.size(-1), num_bytes, min(left.size(-1), right.size(-1)), number)
+        return Op(2 * left.numel() * right.size(-1), num_bytes, min(left.size(-1), right.size(-1)))
     formula = flop_registry.get(packet)
     if formula is None:
         return Op(0, num_bytes)
     sides = [side for tensor in read if tensor.ndim > 1 for side in tensor.shape[-2:]]
-    number = prod(made[0].shape[:-2]) if made and made[0].ndim > 2 else 1
-    return Op(int(formula(*args, **kwargs, out_val=out)), num_bytes, min(sides, default=1), number)
+    return Op(int(formula(*args, **kwargs, out_val=out)), num_bytes, min(sides, default=1))
 
 
 def _collective(func: Any, args: Any, kwargs: Any) -> Collective | None:

@@ -113,6 +113,7 @@ class ModelLayout:
     section: Section | None = None  # the section of this rank; None: ``main``
     # component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
+    losses: Mapping[str, FeatureEdge] = field(default_factory=dict)  # decoder of a section -> its end of that edge
     sections: Mapping[str, Section] = field(default_factory=dict)  # section -> its settings, in the order of ranks
     held: HeldUnits = field(kw_only=True, repr=False)  # this rank's FSDP units, for schedules that gather and reduce
     # name -> parameter that several stages of the pipeline hold

@@ -213,11 +213,11 @@ _OF_RANKS = (*AXES, "mode", "schedule", "place", "encode.window", "sequence_para
 
 
 class Section(Strict):
-    """Components on ranks of their own. They encode for the other ranks, which hold the rest of the model."""
+    """Components on ranks of their own. They work for the other ranks, which hold the rest of the model."""
 
     components: list[str] = Field(min_length=1)
-    """The encoders of this section. The first one's degrees factorise its ranks. `NAME.tower` is an encoder without its
-    projector, which then is the component `NAME.projector`, in `main` or in another section."""
+    """The encoders, decoders and teachers of this section. The first one's degrees factorise its ranks. `NAME.tower` is
+    an encoder without its projector, which then is the component `NAME.projector`, in `main` or in another section."""
     ranks: int = Field(ge=1)
     """Number of ranks. Sections come after the other ranks, in this order."""
     micro_batch: int = Field(1, ge=1)
@@ -259,12 +259,15 @@ class ParallelPlan(Strict):
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     """Component name -> its plan."""
     sections: dict[str, Section] = Field(default_factory=dict)
-    """Section name -> encoders on ranks of their own. All other components are on the ranks that are left, the section
-    `main`."""
+    """Section name -> encoders, decoders or teachers on ranks of their own. All other components are on the ranks that
+    are left, the section `main`."""
     tp_plan: dict[str, str] | None = None
     """Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own plan."""
     ep_plan: dict[str, ShardDim] | None = None
     """Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or all experts."""
+    auto: bool = False
+    """Choose the degrees, recompute and the place of encoders when a run starts, as `omnitrain plan` does; the rest of
+    the plan stays. `parallel: auto` is short for it. A run keeps what it has chosen."""
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the plans of components contradict in the default plan."""
@@ -362,6 +365,15 @@ class ParallelPlan(Strict):
                     f"{path}.{axis}: found {planned}, but the parallel state has {degree}; "
                     f"call init_parallel_state({axis}_size={planned}), or remove it here"
                 )
+
+
+PlanOrAuto = Annotated[
+    ParallelPlan,
+    BeforeValidator(
+        lambda value: {"auto": True} if value == "auto" else value,
+        json_schema_input_type=ParallelPlan | Literal["auto"],
+    ),
+]
 
 
 def raise_problems(problems: Sequence[str]) -> None:

@@ -10,14 +10,14 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts, tools_of
 from omnitrain.data.chat.text_tokenizer import TextEncoder
-from omnitrain.data.packing.sample import Features, Grid, MediaSpan, Sample
+from omnitrain.data.packing.sample import Grid, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
@@ -30,10 +30,7 @@ class Renderer(ABC):
     tokenizer: PreTrainedTokenizerBase  # the text tokenizer
     chat: ChatFormat  # the format, or the start tokens of attached media
     end_token: int  # id of the token that ends an assistant's message
-    native_modalities: frozenset[str] = frozenset()  # modalities that the foundation reads natively
-    written_modalities: frozenset[str] = frozenset()  # those of them that it writes as words of its vocabulary
-    refused_modalities: Mapping[str, str]  # modality that the foundation could read, but not here -> why
-    unwritten_modalities: Mapping[str, str] = MappingProxyType({})  # the same of those that it could write
+    native: NativeInputs = NativeInputs()  # media of the foundation
     reads: frozenset[str] = frozenset()  # further keys of messages and parts that may change the text
 
     def start_token(self, key: str) -> int:
@@ -42,20 +39,11 @@ class Renderer(ABC):
         return single_token(self.tokenizer, name, self.chat.start_of(key, key))
 
     def grid_positions(self, grid: Grid) -> np.ndarray | None:
-        """Return position ids ``[axes, n + 1]`` of the n tokens of a written item and of the next one, from 0.
+        """Return position ids ``[axes, n + 1]`` int64 of the n tokens of a written item and of the next one, from 0.
 
         They are those of an item that the foundation reads. None: they are those of a text.
         """
         return None
-
-    @property
-    def processor(self) -> Any:
-        """What prepares media that the foundation reads, a HF processor; or the tokenizer."""
-        return self.tokenizer
-
-    def image_tokens(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray, Features]:
-        """Return ids ``[n]`` of an image that the foundation reads, whether each is a placeholder, and the features."""
-        raise NotImplementedError
 
     @abstractmethod
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
@@ -102,7 +90,7 @@ class ChatRenderer(Renderer):
     ) -> None:
         """Check that the end is one token; ``refused``: modality that other formats can have read -> why."""
         self.tokenizer, self.chat = tokenizer, chat
-        self.refused_modalities = dict(refused)  # a copy that can be pickled
+        self.native = NativeInputs(refused=dict(refused))  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[tuple[str, bool], list[int]] = {}
         fields = chat.model_dump(exclude={"separator", "starts"})

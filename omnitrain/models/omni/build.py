@@ -25,7 +25,7 @@ from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.latents import LatentModel
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.decoders.vae import vae_at
+from omnitrain.models.decoders.vae import SCALES, vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import JoinedTowers, reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
@@ -255,6 +255,8 @@ def _from_checkpoint(
         return None
     require_device(init_device)
     config = omni_config_at(config_path or weights_path or "")
+    if config_path and weights_path:
+        require_trained_scales(config, str(config_path), weights_path)
     if weights_path and init_device != "meta":
         with weights_left_in_files():
             model = OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config)
@@ -269,6 +271,21 @@ def _from_checkpoint(
     if weights_path:
         load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
+
+
+def require_trained_scales(config: OmniConfig, place: str, weights_path: str | Path) -> None:
+    """Raise a UserError if the latents of a decoder have another scale than those that it was trained on."""
+    trained = omni_config_at(weights_path).decoders or {}
+    for name, values in (config.decoders or {}).items():
+        found, expected = (
+            {key: ((of.get("tokenizer") or {}).get("vae") or {}).get(key) for key in SCALES}
+            for of in (values, trained.get(name, values))
+        )
+        if found != expected:
+            raise UserError(
+                f"model.decoders.{name}: the latents of {place} have {found}, and it was trained on latents with "
+                f"{expected} ({weights_path}); use these, or give the decoder by its name to train it anew"
+            )
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:
@@ -356,7 +373,7 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 def _tower(
     place: str, source: HFSource, ready: PreTrainedModel | None, init_device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    found = ready or _vae(source, init_device)
+    found = ready if ready is not None else _vae(source, init_device)
     if found is not None:
         config = found.config
     else:
@@ -372,11 +389,11 @@ def _vision_encoder(
     tower = JoinedTowers.of(place, towers) if len(towers) > 1 else towers[0]
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processors = []
-    for one, source in zip(towers, (spec.tower, *spec.more_towers), strict=True):
-        given = spec.processor if source is spec.tower else None
+    given = [spec.processor, *(None for _ in spec.more_towers)]
+    for one, source, own in zip(towers, (spec.tower, *spec.more_towers), given, strict=True):
         path = None if isinstance(one, LatentModel) else source.path
-        processors.append(_settings(given, path, load, _image_processor_for(one.config)))
-        if processors[-1].get("size", 0) is None:
+        processors.append(_settings(own, path, load, _image_processor_for(one.config)))
+        if "size" in processors[-1] and processors[-1]["size"] is None:
             raise UserError(
                 f"{place}: {type(one).__name__} takes images of any size; set the one that it gets: `processor: "
                 "{size: {height: 256, width: 256}}`"
@@ -460,7 +477,7 @@ def _codec_decoder(
     if names is not None:
         tokenizer = base.get_submodule(names["tokenizer"])
     else:
-        tokenizer = ready or _tokenizer(cast(HFSource, spec.tokenizer), init_device)
+        tokenizer = ready if ready is not None else _tokenizer(cast(HFSource, spec.tokenizer), init_device)
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),
