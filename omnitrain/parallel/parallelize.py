@@ -295,9 +295,8 @@ def _held_units(model: OmniModel, pipeline: Pipeline | None, of_encoders: Mappin
     """This rank's units by stage, and by the encoders that have actions of their own."""
     stages = None if pipeline is None else pipeline.stages
     by_stage = units_by_stage(model, stages, {*chain.from_iterable(of_encoders.values())})
-    owned: dict[int | str, Sequence[str]] = {**of_encoders}
-    owned.update(by_stage.items())
-    return HeldUnits(model, owned)
+    owned: dict[int | str, Sequence[str]] = dict(of_encoders.items())
+    return HeldUnits(model, owned | dict(by_stage.items()))
 
 
 def _connected(
