@@ -1,4 +1,5 @@
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -10,13 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer.main
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 import omnitrain
 from omnitrain import packages
+from omnitrain.cli.main import app
 from omnitrain.packages import WINDOW
+from omnitrain.recipe import find_recipe
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -202,6 +206,12 @@ def test_images_install_the_torch_and_the_extras_that_exist(name: str) -> None:
     torch = re.search(r"^TORCH := torch==(\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch and torch[1] in text
     assert all((ROOT / file).is_file() for file in re.findall(r"-c (\S+)", text))
+    (program,) = json.loads(re.search(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)[1])
+    assert program in PROJECT["scripts"]
+    (words,) = re.findall(r"docker run .* omnitrain\S* (run .*)$", text, re.MULTILINE)
+    verb, recipe, *options = words.split()
+    given = typer.main.get_command(app).commands[verb].make_context(verb, [recipe, *options]).params
+    assert given["recipe"] == "my.yaml" or find_recipe(given["recipe"]).is_file()
 
 
 def test_the_batch_file_is_one_that_a_shell_reads_and_starts_the_run_again() -> None:

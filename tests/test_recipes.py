@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoConfig, Wav2Vec2FeatureExtractor, WhisperFeatureExtractor
 from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -131,6 +132,18 @@ def test_stages_train_the_projector_then_the_language_model_then_everything(
     assert pretrained == {"image_encoder.projector", "foundation"}
     tuned = run(STAGES[2], tmp_path / "3", data, f"model.checkpoint={tmp_path / '2'}")
     assert tuned == {"image_encoder.projector", "image_encoder.tower", "foundation"}
+
+
+def test_a_folder_of_images_and_a_json_file(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A square."}]
+    rows = [{"image": f"{index}.png", "conversations": turns} for index in range(8)]
+    (tmp_path / "images").mkdir()
+    for row in rows:
+        Image.new("RGB", (40, 30), "red").save(tmp_path / "images" / row["image"])
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    own = [f"data.train.0.path={tmp_path / 'train.json'}", f"data.train.0.media_folder={tmp_path / 'images'}"]
+    moved = run("own_images", tmp_path / "run", *own, "train.packs_per_step=1")
+    assert moved == {"foundation", "image_encoder.projector", "image_encoder.tower"}
 
 
 def test_whisper_and_llama(tiny: dict[str, str], tmp_path: Path) -> None:
@@ -553,6 +566,6 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
-    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video", "deepseek_v3", *MODELS}
+    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video", "deepseek_v3", "own_images", *MODELS}
     run_here |= {"decoder_section"}
     assert set(list_recipes()) == run_here | {"quickstart"}

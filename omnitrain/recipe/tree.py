@@ -21,7 +21,7 @@ from omnitrain.recipe.model import Model
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanOrAuto
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
-from omnitrain.recipe.suggest import hint
+from omnitrain.recipe.suggest import hint, nearest
 from omnitrain.recipe.train import Evaluation, Train
 from omnitrain.recipe.yaml_text import dump_yaml, parse_yaml
 
@@ -340,7 +340,11 @@ def find_recipe(path: str | Path) -> Path:
             f"{path} is the folder of a run, and no recipe: `omnitrain run {path}` continues the run, and "
             f"`omnitrain run {saved} output_dir=NEW` starts another with its recipe"
         )
-    advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"
+    beside = nearest(Path(path).name, (file.name for file in Path(path).parent.glob("*.y*ml")))
+    if beside is not None:
+        advice = f"did you mean `{Path(path).parent / beside}`?"
+    else:
+        advice = hint(Path(path).stem, shipped) if shipped else "that folder contains no recipe"
     raise RecipeError(
         f"no recipe `{path}`: looked for the file {Path(path).absolute()} and for a shipped recipe with that name in "
         f"{recipes_folder()}; {advice}"

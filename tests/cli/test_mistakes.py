@@ -26,6 +26,8 @@ ROOT = Path(__file__).parents[2]
 MISTAKES = """
 run nowhere.yaml
     2  no recipe `nowhere.yaml`: looked for the file
+check recipes.yaml
+    2  no recipe `recipes.yaml`...did you mean `recipe.yaml`?
 check nowhere
     2  no recipe `nowhere`...there is no model folder of that name either
 show quikstart
