@@ -48,7 +48,8 @@ def _divided_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
 
 def section_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> list[str]:
     """Return all problems of the sections of a plan."""
-    problems = [*_component_problems(model, plan), *_other_section_problems(plan), *_carrier_problems(plan, state)]
+    problems = [*_component_problems(model, plan), *_other_section_problems(plan, model.decoder_names)]
+    problems += _carrier_problems(plan, state)
     planned = [(name, section.ranks) for name, section in plan.sections.items()]
     found = [(name, other.world_size) for name, other in state.sections.items() if name != MAIN]
     if not problems and planned != found:
@@ -172,13 +173,20 @@ def _connected(plan: ParallelPlan, name: str) -> list[str]:
     return [section for section in plan.sections if section in found]
 
 
-def _other_section_problems(plan: ParallelPlan) -> Iterator[str]:
-    """Degrees that the components of a section cannot have."""
+def _other_section_problems(plan: ParallelPlan, decoders: Collection[str]) -> Iterator[str]:
+    """What sections that read each other's features cannot have; ``decoders``: of the model."""
     for name, section in plan.sections.items():
         for component in section.components:
             tower = plan.reads().get(component)
             if tower is None or (feeder := plan.section_of(tower)) == name:
                 continue
+            for other in (name, feeder):
+                if decoder := next((n for n in plan.sections[other].components if n in decoders), None):
+                    yield (
+                        f"sections.{other}.components: found {decoder} beside a part of an encoder whose other part is "
+                        f"in section {feeder if other == name else name}: `main` would wait for both, they for each "
+                        "other; give the decoder a section of its own"
+                    )
             if section.ahead:
                 yield (
                     f"sections.{name}.ahead: found {section.ahead}, but {component} reads what {tower} encodes in the "

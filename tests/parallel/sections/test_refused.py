@@ -72,6 +72,11 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             3,
             r"sections.paint.ahead: found 1, but image_decoder keeps what it encodes until the loss of the same step",
         ),
+        (
+            plan(APART | {"b": {"components": ["image_encoder.projector", "image_decoder"]}}),
+            3,
+            r"sections.b.components: found image_decoder beside a part of an encoder whose other part is in section a:",
+        ),
         *(
             (
                 plan({"paint": {"components": ["image_decoder"], "ranks": 2}}, {"image_decoder": {axis: 2}}),

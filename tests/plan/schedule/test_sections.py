@@ -258,7 +258,7 @@ def random_reader(rng: random.Random, sections: list[SectionWindows], m: int) ->
         encoded=own | {name: windows[read] for name, read in reads.items()},
         trained=(reader.trained & own.keys()) | {*trained},
         reads=reads,
-        heads=reader.heads if own else {},
+        heads={},
     )
 
 
@@ -267,7 +267,9 @@ def random_schedule(rng: random.Random) -> Schedule | None:
     main = random_main(rng)
     sections = [random_section(rng, name, main.num_micro_batches) for name in ("vision", "audio")[: rng.randint(1, 2)]]
     if rng.random() < 0.5:
+        sections = [replace(section, heads={}) for section in sections]  # beside a reader, decoders are refused
         sections.append(random_reader(rng, sections, main.num_micro_batches))
+        sections += [random_section(rng, "decoder", main.num_micro_batches)] * rng.randint(0, 1)
         rng.shuffle(sections)
     try:
         return with_sections(main, sections, TIMES, lambda component, window: len(component) * 0.1 + window % 3)
