@@ -272,6 +272,11 @@ def add_up_gradients(group: Any) -> None:
         parameter.to_accumulated_grad_if_needed()
 
 
+def reduces_as_computed(group: Any) -> bool:
+    """Whether the gradients of a unit's group of parameters are reduced in the dtype that a backward gives them."""
+    return all(p.reduce_dtype in (None, p.param_dtype or p.orig_dtype) for p in group.fsdp_params)
+
+
 def end_backward(root: FSDPModule) -> None:
     """Wait for all reductions of all units, as at the end of a backward; torch 2.15 wants to know who reduces."""
     state: Any = root._get_fsdp_state()

@@ -16,6 +16,7 @@ from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.compile.blocks import CompiledBlocks
 from omnitrain.optim.gradients import Holders, remember_holders
+from omnitrain.parallel.fsdp.hold import HeldUnits
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.pipeline.apply import Pipeline
 from omnitrain.parallel.sections.edges import FeatureEdge
@@ -90,6 +91,11 @@ class ComponentLayout:
     tokens: TokenSharding | None = None  # whether sequence parallelism was applied, if the plan asks for it
     tower: SharedTower | None = None  # its shared blocks, if the ranks of a sequence group make its calls together
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several groups of ranks have a copy of it, whose gradients they add up."""
+        return (self.plan.dp_replicate or 1) > 1
+
 
 @dataclass(frozen=True, eq=False)
 class ModelLayout:
@@ -109,6 +115,7 @@ class ModelLayout:
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
     losses: Mapping[str, FeatureEdge] = field(default_factory=dict)  # decoder of a section -> its end of that edge
     sections: Mapping[str, Section] = field(default_factory=dict)  # section -> its settings, in the order of ranks
+    held: HeldUnits = field(kw_only=True, repr=False)  # this rank's FSDP units, for schedules that gather and reduce
     # name -> parameter that several stages of the pipeline hold
     shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)
 
@@ -222,7 +229,8 @@ def reduce_replicas(model: OmniModel, active_last: Mapping[str, bool]) -> None:
     layout = layout_of(model)
     assert layout is not None, "build_parallelize_model was not called"
     for name, is_last in active_last.items():
-        for unit in layout.components[name].units:
+        component = layout.components[name]
+        for unit in component.units if component.has_replicas else ():
             module = model.get_submodule(unit)
             assert isinstance(module, FSDPModule)
             # Root parameters belong to several components, so the root all-reduces in every micro-batch.

@@ -25,6 +25,7 @@ from omnitrain.models.omni.save import keep_conversions
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.compile.blocks import compile_blocks
 from omnitrain.parallel.expert.apply import bound_rows, chosen_layers, expert_layers, spread_experts, use_tp_dispatch
+from omnitrain.parallel.fsdp.hold import HeldUnits
 from omnitrain.parallel.fsdp.load import (
     adapters_at,
     first_ranks,
@@ -41,7 +42,7 @@ from omnitrain.parallel.layout import ComponentLayout, ModelLayout, remember_lay
 from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import offload_tensors, recompute_blocks, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
-from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages
+from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages, units_by_stage
 from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
 from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
@@ -282,8 +283,20 @@ def _apply(prepared: _Prepared, *, loader_class: Callable[..., WeightLoader] | N
     edges, losses = _connected(omni, prepared, device)
     section = sections.get(state.section)
     omni.takes_batches, omni.inference = False, InferenceOnRanks(omni, state, list(plans), pipeline)
-    layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, losses, sections)
+    separate = [*on_all, *([] if section is None else section.components)]
+    held = _held_units(omni, pipeline, {name: components[name].units for name in separate})
+    layout = ModelLayout(
+        state, states, components, topology, pipeline, exchanges, section, edges, losses, sections, held=held
+    )
     remember_layout(omni, layout)
+
+
+def _held_units(model: OmniModel, pipeline: Pipeline | None, of_encoders: Mapping[str, tuple[str, ...]]) -> HeldUnits:
+    """This rank's units by stage, and by the encoders that have actions of their own."""
+    stages = None if pipeline is None else pipeline.stages
+    by_stage = units_by_stage(model, stages, {*chain.from_iterable(of_encoders.values())})
+    owned: dict[int | str, Sequence[str]] = dict(of_encoders.items())
+    return HeldUnits(model, owned | dict(by_stage.items()))
 
 
 def _connected(

@@ -17,6 +17,7 @@ SIZES = {
     "sections": [*("--rounds=1", "--number=4", "--width=64", "--text=32", "--grid=4", "--sleep-grid=4", "--bits=0")],
     "published_gains": [],
     "overlap_tables": [],
+    "pipeline_peers": ["--rounds=1", "--blocks", "8", "--width=16", "--tokens=8"],
     "plan_search": ["--parts", "dense"],
     "wavefront": ["--seeds=1", "--small=2", "--large=2"],
     "many_ranks": ["--rounds=1", "--worlds", "4", "8", "--real=0"],

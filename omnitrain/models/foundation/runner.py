@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,7 +27,7 @@ from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.skipped_modules import call_skipped_modules
-from omnitrain.models.foundation.stage import StageCall
+from omnitrain.models.foundation.stage import StageCall, StagedBlocks
 from omnitrain.models.foundation.zeros_in_step import GivesZeros
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, seeing_blocks
@@ -80,6 +80,11 @@ class FoundationRunner:
         self.give_zeros: list[GivesZeros] = list(call_skipped_modules(model, found))  # often nothing does
         if self.in_forward.modalities:
             self.give_zeros.append(self.in_forward)
+
+    @cached_property
+    def blocks(self) -> StagedBlocks:
+        """The layers of the text decoder: finding them visits all modules."""
+        return StagedBlocks(text_blocks(self.model))
 
     @property
     def why_causal(self) -> str:
@@ -300,7 +305,7 @@ class FoundationRunner:
             stack.enter_context(wrapped_forward(lm_head, lambda hidden: head(hidden, lm_head)))
             if stage is not None:
                 native, inserted = stage.media(native), inserted if stage.embeds else []
-                stack.enter_context(stage.inside(self.model, text_blocks(self.model)))
+                stack.enter_context(stage.inside(self.model, self.blocks))
             if inserted:
                 embedding: Any = self.model.get_input_embeddings()
                 stack.enter_context(wrapped_forward(embedding, _inserting(embedding, input_ids, inserted)))

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,11 +78,11 @@ class StageCall:
         return self.span.is_first or self.contract.needs_embeddings
 
     @contextmanager
-    def inside(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
+    def inside(self, model: PreTrainedModel, blocks: StagedBlocks) -> Iterator[None]:
         """Let the next forward of ``model`` run this stage of ``blocks`` alone; it ends inside ``model``."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self._patched(model, blocks):
+            with self._without_embedding(model), blocks.running(self):
                 try:
                     return model.forward(*args, **kwargs)
                 except _CutReachedError as cut:
@@ -90,41 +91,52 @@ class StageCall:
         with wrapped_forward(model, forward):
             yield
 
+    def _without_embedding(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        if self.embeds or self.arrived is None:
+            return nullcontext()
+        embedding: Any = model.get_input_embeddings()
+        # Zeros that take no memory: masks and positions need their shape and dtype.
+        zero, width = self.arrived.detach().new_zeros(()), embedding.weight.size(1)
+        return wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, width))
+
+    def begin(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call the first block of the stage with the hidden states that arrived, in place of those among ``args``."""
+        former = hidden_among(args, kwargs)
+
+        def swapped(value: Any) -> Any:
+            return self.arrived if value is former else value
+
+        return block(*map(swapped, args), **{name: swapped(value) for name, value in kwargs.items()})
+
+
+class StagedBlocks:
+    """The blocks of a foundation, and what stands for them in the forwards of other stages, made once."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        self.blocks = blocks
+        self._passing: dict[str, nn.Module] = {}
+        self._ending: dict[str, nn.Module] = {}
+
     @contextmanager
-    def _patched(self, model: PreTrainedModel, blocks: nn.ModuleList) -> Iterator[None]:
-        with ExitStack() as stack:
-            if not self.embeds and self.arrived is not None:
-                embedding: Any = model.get_input_embeddings()
-                # Zeros that take no memory: masks and positions need their shape and dtype.
-                zero, width = self.arrived.detach().new_zeros(()), embedding.weight.size(1)
-                stack.enter_context(wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, width)))
-            for index, block in enumerate(blocks):
-                if (forward := self._forward_of(index, block)) is not None:
-                    stack.enter_context(_standing_in(blocks, index, forward))
+    def running(self, call: StageCall) -> Iterator[None]:
+        """Run only the blocks of a stage in the next forward, which ends before the block after them."""
+        children, span = children_of(self.blocks), call.span
+        before = dict(children)
+        first, after = str(span.start), str(span.stop)
+        try:
+            for index in map(str, range(span.start)):
+                if index not in self._passing:
+                    self._passing[index] = _stand_in(before[index], partial(_pass, call.contract))
+                children[index] = self._passing[index]
+            if call.arrived is not None:
+                children[first] = _stand_in(before[first], partial(call.begin, before[first]))
+            if not span.is_last:
+                if after not in self._ending:
+                    self._ending[after] = _stand_in(before[after], _end)
+                children[after] = self._ending[after]
             yield
-
-    def _forward_of(self, index: int, block: nn.Module) -> Callable[..., Any] | None:
-        """The forward of what stands for a block; None: the block itself runs."""
-        if index == self.span.stop:
-            return _end
-        if index == self.span.start and self.arrived is not None:
-            return self._begin(block)
-        if self.span.start <= index < self.span.stop:
-            return None
-        return lambda *args, **kwargs: self.contract.block_output(hidden_among(args, kwargs))
-
-    def _begin(self, block: nn.Module) -> Callable[..., Any]:
-        """Call the first block of the stage with the hidden states that arrived."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            former = hidden_among(args, kwargs)
-
-            def swapped(value: Any) -> Any:
-                return self.arrived if value is former else value
-
-            return block(*map(swapped, args), **{name: swapped(value) for name, value in kwargs.items()})
-
-        return forward
+        finally:
+            children.update(before)
 
 
 class _CutReachedError(StopRunError):
@@ -133,6 +145,10 @@ class _CutReachedError(StopRunError):
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
         self.hidden = hidden
+
+
+def _pass(contract: StageContract, *args: Any, **kwargs: Any) -> Any:
+    return contract.block_output(hidden_among(args, kwargs))
 
 
 def _end(*args: Any, **kwargs: Any) -> Any:
@@ -144,17 +160,11 @@ def hidden_among(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
 
 
-@contextmanager
-def _standing_in(blocks: nn.ModuleList, index: int, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a shallow copy with another forward, and without hooks, stand for a block in the list."""
-    block = blocks[index]
-    stand_in = object.__new__(type(block))  # FSDP's classes make no copies
+def _stand_in(block: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A shallow copy of a block with another forward, and without hooks."""
+    stand_in: nn.Module = object.__new__(type(block))  # FSDP's classes make no copies
     vars(stand_in).update(vars(block))
     vars(stand_in).update({name: OrderedDict() for name in _HOOKS})
     vars(stand_in).update(forward=forward)
     set_compiled_call(stand_in, None)
-    children_of(blocks)[str(index)] = stand_in
-    try:
-        yield
-    finally:
-        children_of(blocks)[str(index)] = block
+    return stand_in

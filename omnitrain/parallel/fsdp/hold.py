@@ -9,7 +9,7 @@ cast, and add up gradients when autograd has left the unit. :meth:`HeldUnits.red
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,54 +21,61 @@ from omnitrain import torch_private
 
 
 class HeldUnits:
-    """The FSDP units of a model, the root unit, while a schedule controls them; ``names`` in the order of modules."""
+    """The FSDP units of a model while a schedule controls them; made once, when the model is sharded.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
-        self.names = tuple(self._units)
+    ``owned``: stage of this rank, or encoder with actions of its own -> the names of its units, inner ones last.
+    """
+
+    def __init__(self, model: nn.Module, owned: Mapping[int | str, Sequence[str]]) -> None:
+        units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
+        self._units = list(units.values())
+        self._owned = {owner: [units[name] for name in names] for owner, names in owned.items()}
         assert isinstance(model, FSDPModule)
         self._root = model
+        self._groups = [group for unit in self._units for group in torch_private.parameter_groups(unit)]
+        self._adding = [group for group in self._groups if not torch_private.reduces_as_computed(group)]
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Control the units while the context is open. On exit, also after an error, every unit is sharded again."""
         try:
-            for unit in self._units.values():
+            for unit in self._units:
                 unit.set_reshard_after_backward(False, recurse=False)
                 unit.set_requires_gradient_sync(False, recurse=False)
                 torch_private.replace_hook_before_backward(unit, lambda output: output)
-                for group in torch_private.parameter_groups(unit):
-                    group.pre_forward = partial(_pre_forward, group)
-                    group.post_forward = lambda module, args, output: output
+            for group in self._groups:
+                group.pre_forward = lambda module, args, kwargs: (args, kwargs)
+                group.post_forward = lambda module, args, output: output
+            for group in self._adding:
+                group.pre_forward = partial(_pre_forward, group)
             self._root.set_is_last_backward(False)
             yield
         except BaseException:
             torch_private.reset_after_error(self._root)
             raise
         finally:
-            for unit in self._units.values():
+            for group in self._groups:
+                del group.pre_forward, group.post_forward
+            for unit in self._units:
                 torch_private.replace_hook_before_backward(unit, None)
-                for group in torch_private.parameter_groups(unit):
-                    del group.pre_forward, group.post_forward
                 unit.set_reshard_after_backward(True, recurse=False)
                 unit.set_requires_gradient_sync(True, recurse=False)
                 unit.reshard()
             self._root.set_is_last_backward(True)
 
-    def unshard(self, names: Sequence[str]) -> None:
-        """Gather the weights of units. All ranks of their meshes must call it with the same units."""
-        for name in names:
-            self._units[name].unshard()
+    def unshard(self, owner: int | str) -> None:
+        """Gather the weights of a stage or an encoder. All ranks of their meshes must call it in the same order."""
+        for unit in self._owned[owner]:
+            unit.unshard()
 
-    def reshard(self, names: Sequence[str]) -> None:
-        """Free the gathered weights of units."""
-        for name in names:
-            self._units[name].reshard()
+    def reshard(self, owner: int | str) -> None:
+        """Free the gathered weights of a stage or an encoder."""
+        for unit in self._owned[owner]:
+            unit.reshard()
 
-    def reduce(self, names: Sequence[str]) -> None:
-        """Reduce the gradients of units after their last backward, and free their weights; on all of their ranks."""
-        for name in reversed(names):
-            unit = self._units[name]
+    def reduce(self, owner: int | str) -> None:
+        """Reduce the gradients of a stage or an encoder after its last backward, and free its weights; as unshard."""
+        for unit in reversed(self._owned[owner]):
             unit.set_reshard_after_backward(True, recurse=False)
             unit.set_requires_gradient_sync(True, recurse=False)
             for group in torch_private.parameter_groups(unit):
@@ -76,9 +83,8 @@ class HeldUnits:
 
     def add_up(self) -> None:
         """Add the gradients of a backward to those that units hold, in the dtype in which they are reduced."""
-        for unit in self._units.values():
-            for group in torch_private.parameter_groups(unit):
-                torch_private.add_up_gradients(group)
+        for group in self._adding:
+            torch_private.add_up_gradients(group)
 
     def finish(self) -> None:
         """Wait for all reductions, at the end of a step."""

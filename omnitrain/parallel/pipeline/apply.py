@@ -240,20 +240,22 @@ def _lowered(sizes: _Sizes, encoders: tuple[EncoderWindows, ...]) -> Schedule:
 
 
 def units_by_stage(
-    model: OmniModel, stages: PipelineStages, of_encoders: Collection[str] = ()
+    model: OmniModel, stages: PipelineStages | None, of_encoders: Collection[str] = ()
 ) -> dict[int, tuple[str, ...]]:
-    """Return stage of this rank -> its FSDP units, in the order of modules.
+    """Return stage of this rank -> its FSDP units, in the order of modules; None: the model is one stage.
 
     Units outside of blocks, such as embeddings, belong to this rank's first stage, whose backward is the last one.
     """
+    names = (name for name, module in model.named_modules() if isinstance(module, FSDPModule))
+    units = [name for name in names if name not in of_encoders]
+    if stages is None:
+        return {0: tuple(units)}
     of_blocks = {block: s for block, s in stages.of_blocks(path_of_blocks(model)).items() if s in stages.local}
-    first = stages.local[0]
-    units: dict[int, list[str]] = {stage: [] for stage in stages.local}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and name not in of_encoders:
-            inside = next((stage for block, stage in of_blocks.items() if f"{name}.".startswith(block)), first)
-            units[inside].append(name)
-    return {stage: tuple(names) for stage, names in units.items()}
+    of_stages: dict[int, list[str]] = {stage: [] for stage in stages.local}
+    for name in units:
+        inside = (stage for block, stage in of_blocks.items() if f"{name}.".startswith(block))
+        of_stages[next(inside, stages.local[0])].append(name)
+    return {stage: tuple(names) for stage, names in of_stages.items()}
 
 
 def keep_on_first_stage(shared: Mapping[str, nn.Parameter], pipeline: Pipeline) -> None:

@@ -23,7 +23,7 @@ from omnitrain.ops.turns import run_in_turns
 from omnitrain.parallel.expert.load_balance import RouterMonitor
 from omnitrain.parallel.fsdp.hold import HeldUnits, reducing_later
 from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_replicas
-from omnitrain.parallel.pipeline.apply import StageMessages, units_by_stage
+from omnitrain.parallel.pipeline.apply import StageMessages
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.graph import StepGraph
 from omnitrain.parallel.schedule.heads import HeadsApart
@@ -130,7 +130,6 @@ class Executor:
         self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
-        self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
         self._graph = StepGraph(model, batch, self._draws, upcoming, trains=self._trains)
         self._heads = HeadsApart(model, batch, weights, self._graph.labels, share=self._share, trains=self._trains)
 
@@ -167,9 +166,9 @@ class Executor:
     @contextmanager
     def _held_units(self) -> Iterator[None]:
         """The schedule controls the weights of units in this context."""
-        self._held = HeldUnits(self._model)
+        assert self._layout is not None
+        self._held = self._layout.held
         with self._held.held():
-            self._units = self._units_of_actions(self._held)
             if self._pipeline is None:
                 reduce_all_replicas(self._model)
             yield
@@ -197,20 +196,6 @@ class Executor:
             windows = [a.micro_batch for a in row if a.kind is Kind.SEND_F and a.component == component]
             edge.expect(self._batch.plan, [w for w in windows if w is not None], trains=self._trains)
         self._heads.expect(schedule)
-
-    def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
-        layout = layout_of(self._model)
-        assert layout is not None
-        separate = self._batch.plan.topology.names("exchange")
-        separate += layout.section.components if layout.section is not None else ()
-        of_encoders = {component: layout.components[component].units for component in separate}
-        apart = {name for names in of_encoders.values() for name in names}
-        units: dict[int | str, tuple[str, ...]] = dict(of_encoders.items())
-        if self._pipeline is None:
-            units[0] = tuple(name for name in held.names if name not in apart)
-        else:
-            units.update(units_by_stage(self._model, self._pipeline.stages, apart).items())
-        return units
 
     def _open_messages(self) -> StageMessages:
         layout = layout_of(self._model)
@@ -392,15 +377,15 @@ class Executor:
 
     def _unshard(self, action: Action) -> None:
         assert self._held is not None
-        self._held.unshard(self._units[_owner(action)])
+        self._held.unshard(_owner(action))
 
     def _reshard(self, action: Action) -> None:
         assert self._held is not None
-        self._held.reshard(self._units[_owner(action)])
+        self._held.reshard(_owner(action))
 
     def _reduce(self, action: Action) -> None:
         assert self._held is not None
-        self._held.reduce(self._units[_owner(action)])
+        self._held.reduce(_owner(action))
 
     _RUN: Mapping[Kind, Callable[[Executor, Action], None]] = {
         Kind.F: _forward,

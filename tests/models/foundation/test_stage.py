@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.contract.cache import contract_path
 from omnitrain.models.contract.stages import check_stages, stage_contract_of
 from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.foundation import stage as stage_module
 from omnitrain.models.foundation.stage import BlockSpan
 from omnitrain.models.omni.stage import StageInput
 from tests.families import FAMILIES
@@ -134,6 +136,20 @@ def test_a_stage_runs_only_its_blocks_and_leaves_the_model_as_it_was() -> None:
     assert ran == {"1", "2"}
     assert not {"lm_head", "model.norm"} & set(called)
     assert list(blocks) == before and all("forward" not in vars(block) for block in blocks)
+
+
+def test_a_stage_finds_its_blocks_once_and_runs_none_of_the_others() -> None:
+    """Its host time does not grow with the blocks of other stages: what stands for them is made once."""
+    model, pack = pair("qwen3_moe").ours, pair("qwen3_moe").pack()
+    encoded, stage = model.encode_media(pack), StageInput(BlockSpan(2, 3, 4), (torch.randn(1, pack.num_tokens, 64),))
+    model.run_foundation(encoded, stage)
+    made: list[str] = []
+    walks = [
+        patch.object(nn.Module, name, lambda *_, n=name, **__: made.append(n)) for name in ("modules", "named_modules")
+    ]
+    with walks[0], walks[1], patch.object(stage_module, "_stand_in", wraps=stage_module._stand_in) as stand_in:
+        model.run_foundation(encoded, stage)
+    assert made == [] and stand_in.call_count == 1  # of the block that gets what the stage before sent
 
 
 def test_a_cut_at_which_the_model_is_not_exact_is_refused_with_the_measurement() -> None:
