@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup
-from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.plan.ragged import runs_within
 
 

@@ -34,7 +34,8 @@ from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
-from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.ops.patch_forward import wrapped_forward
 
