@@ -20,10 +20,10 @@ def show_in_notebooks(shown: Mapping[str, str]) -> None:
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
         for class_path, function in shown.items():
-            formatter.for_type_by_name(*class_path.rsplit(".", 1), _imported_with_first(*function.rsplit(".", 1)))
+            formatter.for_type_by_name(*class_path.rsplit(".", 1), _on_first_call(*function.rsplit(".", 1)))
 
 
-def _imported_with_first(module: str, function: str) -> Callable[[Any], str]:
+def _on_first_call(module: str, function: str) -> Callable[[Any], str]:
     return lambda value: getattr(importlib.import_module(module), function)(value)
 
 

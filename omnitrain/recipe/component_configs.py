@@ -149,8 +149,8 @@ class LatentVAEConfig(PreTrainedConfig):
     model_type = "omnitrain_vae"
 
     vae: dict | None = None
-    patch_size: int = 0  # side of the square of pixels that is one latent; the model sets it, and the next one
-    hidden_size: int = 0  # numbers in a latent
+    patch_size: int = 0  # side of the square of pixels that is one latent; the model sets it
+    hidden_size: int = 0  # numbers in a latent; the model sets it
 
 
 class MelVQConfig(PreTrainedConfig):

@@ -131,7 +131,7 @@ def load_checkpoint(
             raise UserError(f"{folder} has no averages of its weights; only a run with `train.ema` keeps them")
         load_averages(model, folder / EMA_FOLDER)
     freeze(model, frozen or [])
-    native = of_whole_sequences(plan or ParallelPlan(), model.native_inputs)
+    native = trainable_media(plan or ParallelPlan(), model.native_inputs)
     processor = OmniProcessor.from_pretrained(folder, *model.media_adapters(), native)
     if chat is not None and isinstance(processor.renderer, ChatRenderer):
         processor = OmniProcessor(ChatRenderer(processor.tokenizer, chat), *model.media_adapters())
@@ -302,7 +302,7 @@ def _require_teachers(
 def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Renderer, list[int]]:
     """Return the HF processor's chat format if one is used, else the recipe's; and ids of added tokens."""
     data = recipe.data
-    by_processor = _by_processor(recipe, of_whole_sequences(recipe.parallel, model.native_inputs))
+    by_processor = _by_processor(recipe, trainable_media(recipe.parallel, model.native_inputs))
     starts = data.chat or ChatFormat()
     start_tokens = [*(getattr(starts, modality) for modality in sorted(attached)), *starts.starts.values()]
     if isinstance(by_processor, TemplateRenderer):
@@ -333,7 +333,7 @@ def _by_processor(recipe: Recipe, native: NativeInputs) -> TemplateRenderer | Ma
     return {**native.refused, **dict.fromkeys(native.in_forward, reason)}
 
 
-def of_whole_sequences(plan: ParallelPlan, native: NativeInputs) -> NativeInputs:
+def trainable_media(plan: ParallelPlan, native: NativeInputs) -> NativeInputs:
     """Refuse ``in_forward`` media if a rank has only a slice of a sequence, and written ones if none has all of it."""
     own = plan.of(FOUNDATION)
     shares = (own.ulysses or 1) * (own.cp or 1) > 1

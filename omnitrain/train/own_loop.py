@@ -37,7 +37,7 @@ from omnitrain.parallel.step.plan import StepPlanner, step_planner
 from omnitrain.peers import GlooGroup, all_or_raise
 from omnitrain.recipe import Data, DataSource, ParallelPlan
 from omnitrain.recipe.parallel import MAIN
-from omnitrain.train.build_from_recipe import install_losses, of_whole_sequences
+from omnitrain.train.build_from_recipe import install_losses, trainable_media
 
 MakeOptimizer = Callable[[Groups], torch.optim.Optimizer]
 
@@ -150,14 +150,14 @@ def prepare(
     state = init_state_of(plan)
     mixed = True if state.device_type == "cuda" else None
     omni = build_parallelize_model(model, weights_path, state, plan, enable_mixed_precision=mixed).train()
-    native = of_whole_sequences(plan, omni.native_inputs)
+    native = trainable_media(plan, omni.native_inputs)
     if processor is None:
         options = {"collate_fn": OmniDataCollatorWithPacking(native)} | options
     elif not isinstance(processor, OmniProcessor):
         processor = OmniProcessor(TemplateRenderer(processor, native), *omni.media_adapters())
     elif isinstance(processor.renderer, TemplateRenderer):
         processor = processor.rendering(
-            processor.renderer.of_media(of_whole_sequences(plan, processor.renderer.native))
+            processor.renderer.with_native(trainable_media(plan, processor.renderer.native))
         )
     loader = _loader(omni, data, processor, state, options)
     made = None if optimizer is None else _optimizer(omni, optimizer)

@@ -65,7 +65,7 @@ def media_parts(messages: list[Message]) -> list[MediaPart]:
 
 
 def _components(part: Message, is_target: bool) -> tuple[str, ...] | None:
-    """Return the names of a part's key ``encoders``, of one to write ``decoders``."""
+    """Return the names that a part has under its key ``encoders``; a part to write has them under ``decoders``."""
     key, other = ("decoders", "encoders") if is_target else ("encoders", "decoders")
     if part.get(other):
         raise UserError(f"`{other}` of a part of {part['type']} that the model {_DOES[is_target]}: expected `{key}`")

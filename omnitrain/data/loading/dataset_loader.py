@@ -301,7 +301,7 @@ class DatasetLoader:
         self.advance(is_end=True)
 
     def advance(self, *, is_end: bool = False) -> None:
-        """Count a step or, at its end, the epoch; a rank that draws no rows so follows those that do."""
+        """Count a step, or an epoch that ends; a rank that draws no rows calls it to count as those that do."""
         self.epoch, self.steps = (self.epoch + 1, 0) if is_end else (self.epoch, self.steps + 1)
 
     def _draws(self, step: int) -> list[list[tuple[int, int]]]:

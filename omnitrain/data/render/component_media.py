@@ -20,8 +20,8 @@ class ComponentAdapter:
 
     modalities: tuple[str, ...] = ()  # of ``image``, ``audio``, ``video``
     max_frames: int = 1  # the most frames to read from a video
-    num_frames: int | None = None  # frames to read from a video, evenly spaced in time; None: ``fps`` says it
-    is_block: bool = False  # see ``MediaItem``; of decoders
+    num_frames: int | None = None  # frames to read from a video, evenly spaced in time; None: as many as ``fps`` gives
+    is_block: bool = False  # of a decoder: the tokens of an item see each other (``MediaItem.is_block``)
     fps: float | None = None  # frames to read from a second of a video; None: all, up to ``max_frames``
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -73,7 +73,7 @@ class AttachedMedia:
         return [(name, _item(row, part, name, adapter)) for name, adapter in self.adapters_of(row, part).items()]
 
     def frame_choice(self, part: MediaPart, file: MediaFile) -> FrameChoice:
-        """Return how a component of a part chooses the frames of its video: the first one, if there are several."""
+        """Return how the first of the components that handle the modality of a part chooses the frames of its video."""
         able = (self.writers if part.is_target else self.readers)[part.modality]
         return _frame_choice(next(iter(able.values())), file)
 

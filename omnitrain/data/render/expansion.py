@@ -292,11 +292,11 @@ def video_metadata(clip: Clip) -> dict[str, Any] | None:
     if clip.times is None:
         return None
     num_frames, rate = len(clip.frames), clip.rate or 1.0
-    indices = [_index_of(time, rate) for time in clip.times]
+    indices = [_index_not_before(time, rate) for time in clip.times]
     return {"total_num_frames": num_frames, "fps": rate, "duration": num_frames / rate, "frames_indices": indices}
 
 
-def _index_of(time: float, rate: float) -> float:
+def _index_not_before(time: float, rate: float) -> float:
     """Return an index whose ``index / rate`` is not below ``time``, since processors cut off fractions of seconds."""
     index = time * rate
     return index if index / rate >= time else float(np.nextafter(index, np.inf))

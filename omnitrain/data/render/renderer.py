@@ -10,12 +10,11 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from omnitrain.data.chat.parts import MediaPart, Message, content_parts, is_trained, media_parts, tools_of
 from omnitrain.data.chat.text_tokenizer import TextEncoder
-from omnitrain.data.packing.sample import Features, Grid, MediaSpan, Sample
+from omnitrain.data.packing.sample import Grid, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
 from omnitrain.data.sources.media import MediaFile
@@ -42,20 +41,11 @@ class Renderer(ABC):
         return single_token(self.tokenizer, name, self.chat.start_of(key, key))
 
     def grid_positions(self, grid: Grid) -> np.ndarray | None:
-        """Return position ids ``[axes, n + 1]`` of the n tokens of a written item and of the next one, from 0.
+        """Return position ids ``[axes, n + 1]`` int64 of the n tokens of a written item and of the next one, from 0.
 
         They are those of an item that the foundation reads. None: they are those of a text.
         """
         return None
-
-    @property
-    def processor(self) -> Any:
-        """What prepares media that the foundation reads, a HF processor; or the tokenizer."""
-        return self.tokenizer
-
-    def image_tokens(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray, Features]:
-        """Return ids ``[n]`` of an image that the foundation reads, whether each is a placeholder, and the features."""
-        raise NotImplementedError
 
     @abstractmethod
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:

@@ -72,7 +72,7 @@ class TemplateRenderer(Renderer):
             )
         has_template = getattr(processor, "chat_template", None)
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
-        self.native = _as_shown(processor, native or NativeInputs({}))
+        self.native = _without_unshown(processor, native or NativeInputs({}))
         self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
         self.written_modalities, self.unwritten_modalities = self.native.written, self.native.unwritten
         self.refused_modalities = self.native.refused
@@ -98,8 +98,8 @@ class TemplateRenderer(Renderer):
         self.end_token = int(eos if end is None else self.tokenizer.convert_tokens_to_ids(end))
         self._verified: set[tuple[tuple[str, int], ...]] = set()
 
-    def of_media(self, native: NativeInputs) -> TemplateRenderer:
-        """Return a copy for other media of the foundation."""
+    def with_native(self, native: NativeInputs) -> TemplateRenderer:
+        """Return a copy for a foundation that reads and writes ``native``."""
         return TemplateRenderer(self._processor, native, starts=self.chat, **self._settings)
 
     def encode(self, row: Row, messages: list[Message], media: AttachedMedia, *, for_generation: bool) -> Sample:
@@ -249,11 +249,14 @@ class TemplateRenderer(Renderer):
 
     @property
     def processor(self) -> Any:
-        """See :attr:`Renderer.processor`."""
+        """The HF processor that prepares media which the foundation reads; of a text model, the tokenizer."""
         return self._processor
 
     def image_tokens(self, image: Image.Image) -> tuple[np.ndarray, np.ndarray, Features]:
-        """See :meth:`Renderer.image_tokens`."""
+        """Return ids ``[n]`` int64 of an image that the foundation reads, ``[n]`` bool, and the features.
+
+        The second is whether a token is a placeholder of the image.
+        """
         expansion = self._native_expander.expand(Medium("image", image))
         ids = np.array(self.tokenizer(expansion.text, add_special_tokens=False)["input_ids"], dtype=np.int64)
         return ids, ids == self.native.placeholders["image"], expansion.features["image"]
@@ -323,7 +326,7 @@ class TemplateRenderer(Renderer):
         return cls(load_hf_processor(folder), native, starts=ChatFormat(**settings["starts"]), **options)
 
 
-def _as_shown(processor: ProcessorMixin | PreTrainedTokenizerBase, native: NativeInputs) -> NativeInputs:
+def _without_unshown(processor: ProcessorMixin | PreTrainedTokenizerBase, native: NativeInputs) -> NativeInputs:
     """Refuse ``in_forward`` modalities for which the processor has no token."""
     is_processor = isinstance(processor, ProcessorMixin)
     unshown = native.in_forward - (shown_by(processor, native.in_forward).keys() if is_processor else set())

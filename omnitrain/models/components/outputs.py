@@ -24,11 +24,11 @@ class FoundationOutput(NamedTuple):
 
 
 class HeadInput(NamedTuple):
-    """What the head of a decoder gets of a pack: of each of its tokens the state from which it is predicted."""
+    """What the head of a decoder gets of a pack: for each token to predict, the state that it is predicted from."""
 
     states: torch.Tensor  # ``[n, hidden]``
     labels: torch.Tensor  # ``[n, ...]``
-    read: torch.Tensor  # ``[n]`` int64, the token of each state, on the host
+    read: torch.Tensor  # ``[n]`` int64, the index in the pack of each state; on the host
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OmniOutput:
     losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
-    behind: dict[str, HeadInput] = field(default_factory=dict)  # decoders whose heads the forward has not called
+    open_heads: dict[str, HeadInput] = field(default_factory=dict)  # decoders whose heads the forward has not called
 
     @property
     def loss(self) -> torch.Tensor:

@@ -75,6 +75,25 @@ class Draw(Protocol):
         """Return fresh standard normal numbers ``[n, width]`` fp32."""
 
 
+class MediaWriter(Protocol):
+    """What generation needs of a medium that is written: a decoder, or words of the foundation's vocabulary."""
+
+    def is_complete(self, tokens: Sequence[Any]) -> bool:
+        """Whether ``tokens`` (each a :data:`Token`) are a complete item."""
+
+    def next_classes(self, tokens: list[Any], size: str | None) -> range | torch.Tensor | None:
+        """Return classes after ``tokens`` of an item, a range or ``[n]`` int64; None: all.
+
+        Raises UserError: it cannot write ``size`` (``320x192``).
+        """
+
+    def grid(self, tokens: Sequence[Any]) -> Grid | None:
+        """Return where the tokens of an item that begins with ``tokens`` stand; None: one after the other."""
+
+    def lm_generate(self, tokens: list[Any]) -> Any:
+        """Decode ``tokens`` to a ``PIL.Image``, a ``Waveform``, or a ``Clip`` of a film."""
+
+
 class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
 
@@ -109,21 +128,21 @@ class DecoderMixin(ComponentMixin):
         raise NotImplementedError
 
     def is_complete(self, tokens: Sequence[Any]) -> bool:
-        """Whether ``tokens`` (each a :data:`Token`) are a complete item."""
+        """See :class:`MediaWriter`, also for the next methods."""
         raise NotImplementedError
 
     def next_classes(self, tokens: list[Any], size: str | None) -> range | None:
-        """Return classes after ``tokens`` of an item; None: all. UserError: it cannot write ``size`` (``320x192``)."""
+        """Return None; UserError: ``size`` is given."""
         if size is not None:
             raise UserError(f"size {size!r}: {type(self).__name__} writes one size alone; leave it out")
         return None
 
     def grid(self, tokens: Sequence[Any]) -> Grid | None:
-        """Return where the tokens of an item that begins with ``tokens`` stand; None: one after the other."""
+        """Return None."""
         return None
 
     def lm_generate(self, tokens: list[Any]) -> Any:
-        """Decode ``tokens`` to a ``PIL.Image``, a ``Waveform``, or a ``Clip`` of a film."""
+        """See :class:`MediaWriter`."""
         raise NotImplementedError
 
 

@@ -56,8 +56,9 @@ class CodecDecoder(ContainerModel, DecoderMixin):
         self.tokenizer.requires_grad_(False)
         if self.num_frames and (self.codec.modality != "image" or getattr(config, "image_sizes", None)):
             raise UserError(
-                f"num_frames: {type(self.tokenizer).__name__} makes no images of one size, of which a film has its "
-                "frames; leave it out"
+                f"num_frames: the frames of a film are images of one size, `image_size`, but this decoder writes "
+                f"{'images of several sizes' if self.codec.modality == 'image' else self.codec.modality}; leave "
+                "num_frames out"
             )
 
     @property

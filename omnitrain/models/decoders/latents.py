@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from omnitrain.models.decoders.media_tokenizers import ImageTargetAdapter, image
 from omnitrain.recipe.component_configs import PatchCodecConfig
 
 
-class LatentModel(PreTrainedModel):
+class LatentModel(PreTrainedModel, ABC):
     """A model that encodes images as latents, and decodes them; also the tower of an encoder.
 
     Attributes:
@@ -33,13 +34,13 @@ class LatentModel(PreTrainedModel):
         self.stride, self.num_channels = stride, num_channels
         config.patch_size, config.hidden_size = stride, num_channels
 
+    @abstractmethod
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` in [-1, 1]."""
-        raise NotImplementedError
+        """Return latents ``[n, num_channels, rows, columns]`` of pixels ``[n, 3, height, width]`` fp32 in [-1, 1]."""
 
+    @abstractmethod
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return pixels for latents, as :meth:`encode` takes them."""
-        raise NotImplementedError
+        """Return pixels, as :meth:`encode` takes them, for latents fp32, as it makes them."""
 
     def forward(self, pixel_values: torch.Tensor) -> BaseModelOutput:
         """Return the latents of images as the features of a tower, ``[n, rows * columns, num_channels]``."""

@@ -315,7 +315,7 @@ def native_inputs(discovery: Discovery) -> NativeInputs:
 
 
 def _grid_positions(discovery: Discovery) -> GridPositions | None:
-    """The positions of images in grids; None: images have no places in them."""
+    """Compute position ids of written media; None: the foundation has no positions by row and column for images."""
     interface, function = discovery.interfaces.get("image"), discovery.positions
     if interface is None or function.config is None or not function.axes or _GRID not in interface.arguments:
         return None

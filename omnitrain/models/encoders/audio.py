@@ -22,7 +22,7 @@ from omnitrain.models.encoders.towers import (
     reads_waveforms,
     tower_from_config,
 )
-from omnitrain.models.encoders.waveforms import clip_features, merged_frames
+from omnitrain.models.encoders.waveforms import clip_features, merged_frames, takes_padding
 from omnitrain.models.hf.load import as_config
 from omnitrain.recipe.component_configs import AudioEncoderConfig
 from omnitrain.torch_private import assert_async
@@ -48,8 +48,8 @@ class AudioAdapter(ComponentAdapter):
                 "which returns the number of features of a clip"
             )
         self._num_features: Callable[[torch.Tensor], torch.Tensor] = lengths
-        self._tower = tower
-        self._is_waveform = reads_waveforms(type(tower), tower.config)
+        self._kind = type(tower).__name__
+        self._is_waveform, self._is_padded = reads_waveforms(type(tower), tower.config), takes_padding(tower)
         if self._is_waveform and WAVEFORM not in self.extractor.model_input_names:
             raise UserError(f"{type(self.extractor).__name__} makes no waveforms, which {type(tower).__name__} reads")
         if not self._is_waveform and not hasattr(self.extractor, "n_samples"):
@@ -64,7 +64,7 @@ class AudioAdapter(ComponentAdapter):
         if self._is_waveform:
             (values,) = self.extractor(waveform.samples, sampling_rate=waveform.rate, return_tensors="np")[WAVEFORM]
             count = int(self._num_features(torch.tensor(len(values))))
-            return clip_features(self._tower, values.astype(np.float32), count, self.merge)
+            return clip_features(self._kind, values.astype(np.float32), count, self.merge, is_padded=self._is_padded)
         size = self.extractor.n_samples
         chunks = [waveform.samples[start : start + size] for start in range(0, len(waveform.samples), size)]
         output = self.extractor(

@@ -40,23 +40,27 @@ def reads_waveforms(kind: type[PreTrainedModel], config: PreTrainedConfig) -> bo
 
 
 def _without_draws(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Switch off dropout, layer drop and SpecAugment of waveform towers, whose random numbers follow the layout."""
-    if reads_waveforms(model_class(config), config):
+    """A config without dropout, layer drop and SpecAugment of a waveform tower: their draws depend on the layout."""
+    if not reads_waveforms(model_class(config), config):
+        return config
+    shares = {key for key, value in vars(config).items() if isinstance(value, float) and value}
+    draws = {key for key in shares if "drop" in key or (key.startswith("mask_") and key.endswith("_prob"))}
+    if draws:
         config = copy.deepcopy(config)
-        for key, value in [*vars(config).items()]:
-            if isinstance(value, float) and ("drop" in key or (key.startswith("mask_") and key.endswith("_prob"))):
-                setattr(config, key, 0.0)
+        config.update(dict.fromkeys(draws, 0.0))
     return config
 
 
 def _rebuilt(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the weights of one that was given ready, and without what it draws."""
+    """The model itself, if it draws nothing; else one without draws, of the same tensors."""
     config = _without_draws(model.config)
     if config is model.config:
         return model
-    made = type(model)(config).to(model.dtype)
+    made = type(model)(config).to(model.device)
     weights = model.state_dict()
-    made.load_state_dict({name: weights[name] for name in made.state_dict()})  # not an embedding of SpecAugment
+    made.load_state_dict({name: weights[name] for name in made.state_dict()}, assign=True)  # not one of SpecAugment
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
     return made
 
 
@@ -112,7 +116,7 @@ def takes_grid(tower: PreTrainedModel) -> bool:
 def patch_grid(tower: Any, pixels: torch.Tensor) -> torch.Tensor:
     """Run a tower of images of one size: ``[N, channels, height, width] -> [N, rows, columns, width]``."""
     height, width = (side // tower.config.patch_size for side in pixels.shape[-2:])
-    dtype = next((parameter.dtype for parameter in tower.parameters()), pixels.dtype)
+    dtype = next((one.dtype for one in tower.parameters() if one.is_floating_point()), pixels.dtype)
     patches: torch.Tensor = tower(pixel_values=pixels.to(dtype)).last_hidden_state
     return patches[:, patches.size(1) - height * width :].unflatten(1, (height, width))  # after class and other tokens
 

@@ -42,7 +42,7 @@ class VisionAdapter(ComponentAdapter):
         self.max_frames, self.fps = config.max_frames, config.fps
         self.processor = image_processor(dict(config.processor or {}))
         self.more = [image_processor(dict(one)) for one in config.more_processors or ()]
-        self.tower, *self.more_towers = _configs_of(as_config(config.tower or {}))
+        self.tower, *self.more_towers = _tower_configs(as_config(config.tower or {}))
         self.merge = ProjectorSettings(**(config.projector or {})).merge
 
     def prepare(self, modality: str, media: Any) -> tuple[Features, int]:
@@ -50,21 +50,22 @@ class VisionAdapter(ComponentAdapter):
         frames = media if modality == "video" else [media]
         index = np.arange(len(frames)) if modality == "video" else np.array([STILL])
         output = self.processor(images=frames, return_tensors="np")
-        features = {"pixel_values": output["pixel_values"], "frame_index": index.astype(np.int64)}
+        features = {PIXELS: output[PIXELS], "frame_index": index.astype(np.int64)}
         if "image_grid_thw" in output:
             features["image_grid_thw"] = output["image_grid_thw"].astype(np.int64)
             merged = int(output["image_grid_thw"].prod(axis=1).sum()) // self.tower.spatial_merge_size**2
             return features, merged
-        height, width = _patches(output["pixel_values"], self.tower)
-        for number, (tower, processor) in enumerate(zip(self.more_towers, self.more, strict=True), 1):
-            pixels = processor(images=frames, return_tensors="np")["pixel_values"]
+        height, width = _patches(output[PIXELS], self.tower)
+        names = pixel_names(len(self.more))
+        for name, tower, processor in zip(names[1:], self.more_towers, self.more, strict=True):
+            pixels = processor(images=frames, return_tensors="np")[PIXELS]
             if (found := _patches(pixels, tower)) != (height, width):
                 raise UserError(
                     f"`more_towers`: {tower.model_type} gives {found[0]} x {found[1]} patches, and "
                     f"{self.tower.model_type} {height} x {width}; only as many can be joined: use towers whose image "
                     "size / patch size are equal, or two encoders, whose features stand one after the other"
                 )
-            features[f"{PIXELS}_{number}"] = pixels
+            features[name] = pixels
         if height % self.merge or width % self.merge:
             raise ValueError(
                 f"{height} x {width} patches cannot be joined in blocks of {self.merge} x {self.merge}; change the "
@@ -73,7 +74,12 @@ class VisionAdapter(ComponentAdapter):
         return features, len(frames) * (height // self.merge) * (width // self.merge)
 
 
-def _configs_of(tower: PreTrainedConfig) -> list[PreTrainedConfig]:
+def pixel_names(num_more: int) -> list[str]:
+    """Return the names of the pixels of a tower and of ``num_more`` that are joined with it."""
+    return [PIXELS, *(f"{PIXELS}_{number}" for number in range(1, num_more + 1))]
+
+
+def _tower_configs(tower: PreTrainedConfig) -> list[PreTrainedConfig]:
     """Return the configs of joined towers, or of the only one."""
     return [as_config(one) for one in tower.towers or ()] if isinstance(tower, JoinedTowersConfig) else [tower]
 
@@ -156,8 +162,7 @@ class VisionEncoder(ContainerModel, EncoderMixin):
             tokens_per_frame = grid.prod(dim=1) // self.tower.config.spatial_merge_size**2
         else:
             if isinstance(self.tower, JoinedTowers):
-                names = [PIXELS, *(f"{PIXELS}_{number}" for number in range(1, len(self.tower.towers)))]
-                grid = self.tower([features[name] for name in names])
+                grid = self.tower([features[name] for name in pixel_names(len(self.tower.towers) - 1)])
             else:
                 grid = patch_grid(self.tower, features[PIXELS])
             merged = merge_grid(grid, self.projector.factor)

@@ -15,25 +15,28 @@ from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.encoders.towers import WAVEFORM, merge_frames
 
 
-def clip_features(tower: PreTrainedModel, values: np.ndarray, num_frames: int, merge: int) -> tuple[Features, int]:
-    """Return what :func:`merged_frames` needs of one clip ``values [n]``, and its number of tokens.
+def clip_features(
+    kind: str, values: np.ndarray, num_frames: int, merge: int, *, is_padded: bool
+) -> tuple[Features, int]:
+    """Return what :func:`merged_frames` needs of one clip ``values [n]`` fp32, and its number of tokens.
 
-    A tower in which padding would change features gets none: its packs join clips of one length.
+    ``kind``: the tower's class, for errors; ``is_padded``: see :func:`takes_padding`;
+    clips without padding share a call if they have one length.
 
     Raises:
         ValueError: the clip is too short.
     """
     if num_frames < 1:
-        raise ValueError(f"a clip of {len(values)} samples is too short for {type(tower).__name__}")
+        raise ValueError(f"a clip of {len(values)} samples is too short for {kind}")
     num_tokens = -(-num_frames // merge)
     features: Features = {"num_frames": np.array([num_frames]), "num_rows": np.array([num_tokens])}
-    if not _takes_padding(tower):
+    if not is_padded:
         return {WAVEFORM: values[None], **features}, num_tokens
     return {WAVEFORM: values, "num_samples": np.array([len(values)]), **features}, num_tokens
 
 
-def _takes_padding(tower: PreTrainedModel) -> bool:
-    """Whether the frames of a clip do not depend on the padding behind it.
+def takes_padding(tower: PreTrainedModel) -> bool:
+    """Return whether the frames of a clip do not depend on the padding behind it.
 
     Group norm takes the mean over it. Transformers sets frames of padding to zero before the first convolution over
     frames, the one of positions; further ones see what that one made of them.

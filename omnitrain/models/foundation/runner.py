@@ -339,7 +339,7 @@ def _of_pack(pack: Pack) -> dict[str, Any]:
 
 
 def _unmasked(logits: Tensor, untouched: Tensor, labels: Tensor) -> Tensor:
-    """Logits ``[n, classes]``. Where the label is a token that the forward forbids (a code of media), it is allowed."""
+    """Logits ``[n, classes]``; in rows whose label the forward forbids (a code of media), no token is forbidden."""
     forbidden = logits == torch.finfo(logits.dtype).min
     rows = forbidden.gather(1, labels[:, None])
     return torch.where(forbidden & rows, untouched, logits)

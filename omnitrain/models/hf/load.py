@@ -348,7 +348,7 @@ def load_strictly(
     if quantized is not None:
         _forget_quantization(model, dtype)
     _freeze_as_built(model)
-    _align(model)
+    _copy_unaligned(model)
     folder = Path(path).expanduser()  # absolute, so that it stays valid in other working directories
     model.source_path = str(folder.absolute()) if folder.is_dir() else path
     model.unused_tensors = counted(model, unused)
@@ -364,7 +364,7 @@ def _forget_quantization(model: PreTrainedModel, dtype: torch.dtype | None) -> N
                 parameter.data = parameter.data.to(dtype)
 
 
-def _align(model: PreTrainedModel) -> None:
+def _copy_unaligned(model: PreTrainedModel) -> None:
     """Copy unaligned tensors of memory-mapped files: kernels round differently on them."""
     for parameter in (each for each in model.parameters() if not isinstance(each, StoredTensor)):
         if parameter.device.type == "cpu" and parameter.data_ptr() % _ALIGNMENT:

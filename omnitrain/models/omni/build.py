@@ -356,7 +356,7 @@ def _encoder(name: str, spec: Any, hidden_size: int, init_device: str, dtype: to
 def _tower(
     place: str, source: HFSource, ready: PreTrainedModel | None, init_device: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    found = ready or _vae(source, init_device)
+    found = ready if ready is not None else _vae(source, init_device)
     if found is not None:
         config = found.config
     else:
@@ -372,11 +372,11 @@ def _vision_encoder(
     tower = JoinedTowers.of(place, towers) if len(towers) > 1 else towers[0]
     load = partial(AutoImageProcessor.from_pretrained, backend="pil")
     processors = []
-    for one, source in zip(towers, (spec.tower, *spec.more_towers), strict=True):
-        given = spec.processor if source is spec.tower else None
+    given = [spec.processor, *(None for _ in spec.more_towers)]
+    for one, source, own in zip(towers, (spec.tower, *spec.more_towers), given, strict=True):
         path = None if isinstance(one, LatentModel) else source.path
-        processors.append(_settings(given, path, load, _image_processor_for(one.config)))
-        if processors[-1].get("size", 0) is None:
+        processors.append(_settings(own, path, load, _image_processor_for(one.config)))
+        if "size" in processors[-1] and processors[-1]["size"] is None:
             raise UserError(
                 f"{place}: {type(one).__name__} takes images of any size; set the one that it gets: `processor: "
                 "{size: {height: 256, width: 256}}`"
@@ -460,7 +460,7 @@ def _codec_decoder(
     if names is not None:
         tokenizer = base.get_submodule(names["tokenizer"])
     else:
-        tokenizer = ready or _tokenizer(cast(HFSource, spec.tokenizer), init_device)
+        tokenizer = ready if ready is not None else _tokenizer(cast(HFSource, spec.tokenizer), init_device)
     shared = {
         "tokenizer": as_dict(tokenizer.config),
         "hidden_size": base.get_input_embeddings().weight.size(1),

@@ -43,13 +43,13 @@ class MicroBatchWork:
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
         features: component -> its features for this pack, name by name: for all tokens, or for those of this rank. The
             forward calls the components without an entry.
-        behind: decoders whose heads the forward does not call; their input is in its output.
+        open_heads: decoders whose heads the forward does not call; their input is in its output.
     """
 
     heads: Collection[str] = ()
     sequence_slice: SequenceSlice | None = None
     features: Mapping[str, MediaFeatures] = field(default_factory=dict)
-    behind: Collection[str] = ()
+    open_heads: Collection[str] = ()
 
 
 @dataclass(frozen=True)

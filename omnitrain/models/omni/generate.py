@@ -20,6 +20,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
+from omnitrain.models.components.protocols import MediaWriter
 from omnitrain.models.foundation.runner import EncodedMedia, Head
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
@@ -187,7 +188,7 @@ def _places(model: OmniModel, prompts: Sequence[Sample], places: Iterable[int]) 
 def _decode(
     model: OmniModel,
     processor: OmniProcessor,
-    writers: Mapping[str, Any],
+    writers: Mapping[str, MediaWriter],
     batch: _Batch,
     max_new_tokens: int,
     sampling: dict[str, Sampling],
@@ -228,14 +229,14 @@ class _Columns:
     """Tokens that a batch gets: ids ``[batch]`` of the last one, of the other ones any, and all ``embeds``.
 
     Attributes:
-        rows: those that get tokens, if others wait.
+        rows: ``[n]`` int64, those that get tokens, if others wait.
         keeps: whether the batch has these tokens from then on; else they are for one forward.
         places: of rows that write media in grids, see :func:`places_in_grids`.
     """
 
     ids: list[int]
     embeds: torch.Tensor
-    rows: list[int] | None
+    rows: torch.Tensor | None
     keeps: bool
     places: dict[int, torch.Tensor]
 
@@ -257,7 +258,8 @@ def _columns(
             elif mode in ("text", WORDS) and drawn.tokens is not None:
                 (ids[of_copies[row]],) = drawn.tokens[row]
     by_row = {of_copies[row]: place for row, place in places.items() for of_copies in copies}
-    return _Columns(ids, drawn.embeds, rows or None, drawn.tokens is not None, by_row)
+    of_some = to_device(torch.tensor(rows), drawn.embeds.device) if rows else None
+    return _Columns(ids, drawn.embeds, of_some, drawn.tokens is not None, by_row)
 
 
 def _with_copies(prompts: Sequence[Sample], guided: bool) -> tuple[list[Sample], list[list[int]]]:
@@ -444,7 +446,8 @@ class _Foundation:
             self.has_blocks = True
             real = torch.zeros_like(real)
             real[columns.rows] = 1
-        self.input_ids = torch.cat([self.input_ids, self.input_ids.new_tensor(ids)[:, None].expand(-1, width)], dim=1)
+        drawn = to_device(torch.tensor(ids), self.input_ids.device)
+        self.input_ids = torch.cat([self.input_ids, drawn[:, None].expand(-1, width)], dim=1)
         self.mask = torch.cat([self.mask, real], dim=1)
         self.block_ids = torch.cat([self.block_ids, real * (0 if columns.rows is None else start + 1)], dim=1)
         self.position_ids = torch.cat([self.position_ids, self._positions_of(columns, real)], dim=-1)
@@ -464,7 +467,7 @@ class _Foundation:
         return positions[..., :-1]
 
 
-def _replaced(old: torch.Tensor, new: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _replaced(old: torch.Tensor, new: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return ``old`` with ``rows`` of ``new``."""
     result = old.clone()
     result[rows] = new[rows]

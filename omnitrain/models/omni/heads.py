@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from omnitrain.models.components.protocols import Token
+from omnitrain.models.components.protocols import MediaWriter, Token
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import normals
@@ -108,7 +108,7 @@ class Heads:
     def __init__(
         self,
         model: OmniModel,
-        writers: Mapping[str, Any],
+        writers: Mapping[str, MediaWriter],
         sampling: dict[str, Sampling],
         uniform: UniformStreams,
         copies: Sequence[Sequence[int]],
@@ -118,7 +118,8 @@ class Heads:
         ``writers``: the decoders by name, and what writes words of the vocabulary; ``copies``: of the sequences, the
         row of each in the batch; with guidance, each again without condition.
         """
-        self._writers, self._text_embedding = writers, model.foundation.get_input_embeddings()
+        self._writers, self._decoders = writers, model.decoders
+        self._text_embedding = model.foundation.get_input_embeddings()
         self._words = {"text", *writers} - model.decoders.keys()
         self._settings = {name: sampling.get("text" if name in self._words else name) or Sampling() for name in writers}
         self._settings["text"] = sampling.get("text") or Sampling()
@@ -145,7 +146,7 @@ class Heads:
         weight = self._text_embedding.weight
         embeds = hidden.new_zeros(len(hidden), 1, weight.size(1), dtype=weight.dtype)
         for mode, rows in turn:
-            copies = torch.tensor([[copy[row] for row in rows] for copy in self._copies], device=hidden.device)
+            copies = to_device(torch.tensor([[copy[row] for row in rows] for copy in self._copies]), hidden.device)
             read = copies.flatten() if self._sampling(mode).guidance != 1 else copies[0]
             draw = self._draws.pop(mode, None) or self._new_draw(mode, rows, sequences)
             tokens: torch.Tensor | None
@@ -153,7 +154,7 @@ class Heads:
                 tokens = draw(text_logits[read].float())[:, None]
                 of_rows = self._text_embedding(tokens)
             else:
-                of_rows, tokens = self._writers[mode].lm_embed(hidden[read], draw)
+                of_rows, tokens = self._decoders[mode].lm_embed(hidden[read], draw)
             if of_rows.size(1) > 1:  # alone in its turn
                 embeds = embeds.expand(-1, of_rows.size(1), -1).clone()
             embeds[copies] = of_rows[: len(rows)].to(embeds.dtype)
@@ -185,7 +186,7 @@ class _Draw:
         rows: Sequence[int],
         allowed: Sequence[range | torch.Tensor | None],
     ) -> None:
-        """``rows``: the sequences; ``allowed``: the classes that each may get, a range or ``[n]``; None: any."""
+        """``rows``: the sequences; ``allowed``: classes of each, a range or ``[n]`` on the device; None: all."""
         self._guidance, self._sampler, self._uniform = guidance, sampler, uniform
         self._rows, self._allowed = rows, allowed
         self.state: Any = None
@@ -194,7 +195,7 @@ class _Draw:
         copies, logits = len(logits) // len(self._rows), self.guided(logits)
         for of_row, classes in zip(logits, self._allowed, strict=True):
             if classes is not None:
-                where = slice(classes.start, classes.stop) if isinstance(classes, range) else classes.to(of_row.device)
+                where = slice(classes.start, classes.stop) if isinstance(classes, range) else classes
                 kept = of_row[where].clone()
                 of_row.fill_(-torch.inf)
                 of_row[where] = kept
@@ -238,7 +239,7 @@ def _sampler(sampling: Sampling) -> Sampler:
     def draw(uniform: Uniform, logits: torch.Tensor) -> torch.Tensor:
         """Return the first token at which the cumulative probability exceeds a uniform random number."""
         summed = warpers(None, logits).softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-        passed = uniform().to(summed.device) * summed[:, -1]
+        passed = to_device(uniform(), summed.device) * summed[:, -1]
         return torch.searchsorted(summed, passed[:, None], right=True)[:, 0].clamp(max=logits.size(-1) - 1)
 
     return draw

@@ -394,20 +394,20 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         pack, sequence_slice, hidden = encoded.pack, encoded.work.sequence_slice, output.hidden
         idle = list(encoded.idle)
         losses, read = {}, {"text": pack.text_rows[local_positions(sequence_slice, pack.text_rows)[0]]}
-        behind: dict[str, HeadInput] = {}
+        open_heads: dict[str, HeadInput] = {}
         for name in sorted({*encoded.labels, *encoded.work.heads}):
             if hidden is None:
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
             given = self._head_input(encoded, hidden, name)
-            if name in encoded.work.behind:
-                behind[name] = given
+            if name in encoded.work.open_heads:
+                open_heads[name] = given
             elif len(given.read):
-                losses[name], read[name] = self.decoders[name].lm_head(given.states, given.labels), given.read
+                losses[name], read[name] = self._loss(name, given), given.read
             else:
                 idle.append(idle_head(self.decoders[name], hidden))
         losses = {"text": replace(output.text, sum=with_zero_gradients(output.text.sum, idle))} | losses
-        return OmniOutput(losses, read, None if hidden is None else hidden.detach(), behind)
+        return OmniOutput(losses, read, None if hidden is None else hidden.detach(), open_heads)
 
     def _head_input(self, encoded: EncodedPack, hidden: Tensor, name: str) -> HeadInput:
         """The input of a decoder's head in a pack; without targets, no states."""
@@ -420,12 +420,15 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     def run_head(self, name: str, given: HeadInput) -> OmniOutput:
         """The loss of a decoder whose head the forward has not called; ``given``: of the forward's output."""
-        decoder = self.decoders[name]
         if len(given.read):
-            return OmniOutput({name: decoder.lm_head(given.states, given.labels)}, {name: given.read}, None)
-        idle = idle_head(decoder, given.states.new_zeros(1, 1, given.states.size(-1)))
+            return OmniOutput({name: self._loss(name, given)}, {name: given.read}, None)
+        idle = idle_head(self.decoders[name], given.states.new_zeros(1, 1, given.states.size(-1)))
         nothing = LossTerm(with_zero_gradients(given.states.sum(), [idle]), 0, given.states.new_zeros(0))
         return OmniOutput({name: nothing}, {}, None)
+
+    def _loss(self, name: str, given: HeadInput) -> LossTerm:
+        term: LossTerm = self.decoders[name].lm_head(given.states, given.labels)
+        return term
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:

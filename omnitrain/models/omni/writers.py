@@ -13,10 +13,12 @@ from torch import Tensor
 
 from omnitrain.data.packing.sample import NATIVE_PREFIX, Grid
 from omnitrain.data.render.processor import OmniProcessor
+from omnitrain.data.render.template_renderer import TemplateRenderer
 from omnitrain.errors import UserError
-from omnitrain.models.components.protocols import Token
+from omnitrain.models.components.protocols import MediaWriter, Token
 from omnitrain.models.omni.heads import GeneratedSequence
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.device import to_device
 
 WORDS = f"{NATIVE_PREFIX}image"  # the mode of sequences in which the foundation writes an image
 _DECODE = "decode_image_tokens"  # method of such a foundation
@@ -30,17 +32,17 @@ class ImageWords:
     words are codes, and which stand between rows of them. Only codes are drawn.
     """
 
-    def __init__(self, host: Any, processor: OmniProcessor, size: str | None) -> None:
-        """``host``: the module that decodes codes; ``size``: ``WIDTHxHEIGHT``; None: a square.
+    def __init__(self, host: Any, renderer: TemplateRenderer, size: str | None, device: torch.device) -> None:
+        """``host``: the module that decodes codes; ``size``: ``WIDTHxHEIGHT``; None: a square; ``device``: of logits.
 
         Raises:
             UserError: the processor makes an image of another size.
         """
         self._host = host
-        self._processor = processor.renderer.processor
+        self._processor = renderer.processor
         side = math.isqrt(getattr(self._processor, "image_area", _AREA))
         width, height = (side, side) if size is None else map(int, size.split("x"))
-        ids, is_word, features = processor.renderer.image_tokens(Image.new("RGB", (width, height)))
+        ids, is_word, features = renderer.image_tokens(Image.new("RGB", (width, height)))
         made = (features["pixel_values"].shape[-2], features["pixel_values"].shape[-1])
         if size is not None and made != (height, width):
             kind = type(self._processor).__name__
@@ -48,10 +50,13 @@ class ImageWords:
         words = self._words(*made, int(is_word.sum()))
         self._rows, self._row = words.shape
         self._first = int(is_word.argmax())
-        self._tokens = torch.from_numpy(ids)
-        self._tokens[torch.from_numpy(is_word)] = words.flatten()
-        self._codes = torch.tensor(self._host.vocabulary_mapping.image_tokens)
-        self.start = int(self._tokens[0])
+        tokens, codes = torch.from_numpy(ids), torch.tensor(self._host.vocabulary_mapping.image_tokens)
+        tokens[torch.from_numpy(is_word)] = words.flatten()
+        codes_on_device, self.start = to_device(codes, device), int(tokens[0])
+        self._next: list[range | Tensor] = [
+            codes_on_device if is_code else range(token, token + 1)
+            for token, is_code in zip(tokens.tolist()[1:], torch.isin(tokens, codes).tolist()[1:], strict=True)
+        ]
 
     def _words(self, height: int, width: int, count: int) -> Tensor:
         """Words ``[rows, n]`` of an image whose codes are all 0, of pixels that have ``count`` words."""
@@ -68,12 +73,11 @@ class ImageWords:
 
     def is_complete(self, tokens: Sequence[Token]) -> bool:
         """Whether all tokens of an image, but its start token, are there."""
-        return len(tokens) >= len(self._tokens) - 1
+        return len(tokens) >= len(self._next)
 
-    def next_classes(self, tokens: Sequence[Token], size: str | None) -> Tensor:
-        """Return ids ``[n]`` of the tokens that may follow: all codes, or the only one."""
-        token = self._tokens[len(tokens) + 1 :][:1]
-        return self._codes if bool(torch.isin(token, self._codes)) else token
+    def next_classes(self, tokens: Sequence[Token], size: str | None) -> range | Tensor:
+        """Return ids of the tokens that may follow: those of all codes ``[n]`` int64, or the only one."""
+        return self._next[len(tokens)]
 
     def lm_generate(self, tokens: list[Any]) -> Image.Image:
         """Decode all tokens of an image but its start token."""
@@ -86,25 +90,27 @@ class ImageWords:
         return image
 
 
-def writers_of(model: OmniModel, processor: OmniProcessor, size: str | None) -> dict[str, Any]:
+def writers_of(model: OmniModel, processor: OmniProcessor, size: str | None) -> dict[str, MediaWriter]:
     """Return the decoders by name, and :class:`ImageWords`, if the foundation has it, for images of ``size``."""
     hosts = [module for module in model.foundation.modules() if hasattr(module, _DECODE)]
-    if "image" in processor.renderer.written_modalities and hosts:
-        return {**model.decoders, WORDS: ImageWords(hosts[-1], processor, size)}
+    renderer = processor.renderer
+    if hosts and isinstance(renderer, TemplateRenderer) and "image" in renderer.written_modalities:
+        return {**model.decoders, WORDS: ImageWords(hosts[-1], renderer, size, model.device)}
     if size is not None:
         raise UserError(f"size {size!r}: the model writes no images as words of its text; leave it out")
     return model.decoders
 
 
-def start_tokens(processor: OmniProcessor, writers: Mapping[str, Any]) -> dict[int, str]:
+def start_tokens(processor: OmniProcessor, writers: Mapping[str, MediaWriter]) -> dict[int, str]:
     """Return the token after which each of ``writers`` writes -> its name."""
     found = {processor.start_of(m, name): name for m, names in processor.writers.items() for name in names}
-    return found | {writers[WORDS].start: WORDS} if WORDS in writers else found
+    words = writers.get(WORDS)
+    return found | {words.start: WORDS} if isinstance(words, ImageWords) else found
 
 
 def places_in_grids(
     grid_positions: Callable[[Grid], np.ndarray | None],
-    writers: Mapping[str, Any],
+    writers: Mapping[str, MediaWriter],
     turn: Sequence[tuple[str, list[int]]],
     sequences: Sequence[GeneratedSequence],
     width: int,
@@ -127,7 +133,9 @@ def places_in_grids(
     return found
 
 
-def parts_of(writers: Mapping[str, Any], processor: OmniProcessor, tokens: list[tuple[str, Token]]) -> list[Any]:
+def parts_of(
+    writers: Mapping[str, MediaWriter], processor: OmniProcessor, tokens: list[tuple[str, Token]]
+) -> list[Any]:
     """Turn drawn tokens into text and media, in order, without start and end tokens."""
     hidden_ids = {processor.end_token, *processor.start_tokens.values(), *start_tokens(processor, writers)}
     parts: list[Any] = []

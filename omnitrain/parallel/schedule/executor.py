@@ -233,14 +233,14 @@ class Executor:
         if stage < self._last:
             sent = output
             self._hand_over(sent, self._forward_out, key, self._forward_in, stage + 1)
-        elif output.behind:
-            sent = tuple(given.states for given in output.behind.values())
-            for name, given in output.behind.items():
+        elif output.open_heads:
+            sent = tuple(given.states for given in output.open_heads.values())
+            for name, given in output.open_heads.items():
                 self._for_heads[name, micro_batch] = given
                 self._graph.states[name].send(micro_batch, [given.states])
         if self._trains:
             losses = self._loss(self._losses(output) if stage == self._last else [])
-            heads = [*output.behind] if stage == self._last else []
+            heads = [*output.open_heads] if stage == self._last else []
             self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed, heads)
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)

@@ -13,6 +13,7 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.sources.media import Waveform
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import to_tensors
+from omnitrain.models.encoders.towers import tower_from_source
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.spawn.pool import RankPool
@@ -82,12 +83,22 @@ def test_frames_of_clips_in_one_batch_are_those_that_transformers_gives_for_each
 
 def test_a_tower_that_is_given_ready_draws_nothing_and_keeps_its_weights() -> None:
     ready = AutoModel.from_config(AutoConfig.for_model(**TOWERS["hubert"]))
+    ready.feature_extractor.requires_grad_(False)
     spec = {"tower": ready, "projector": {"kind": "linear"}}
     part = build_omni_model(foundation=FOUNDATION, encoders={"audio_encoder": spec}).train().audio_encoder
     config, weights = part.tower.config, part.tower.state_dict()
     assert (config.layerdrop, config.hidden_dropout, config.mask_time_prob) == (0, 0, 0)
     assert all(torch.equal(value, ready.state_dict()[name]) for name, value in weights.items())
     assert part.lm_encode(*part.minimal_input()).isfinite().all()
+    frozen = {name for name, parameter in part.tower.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name in weights if name.startswith("feature_extractor.")}
+    assert tower_from_source(part.tower, "audio", torch.float32) is part.tower  # nothing is left to switch off
+
+
+def test_a_tower_on_meta_stays_there() -> None:
+    with torch.device("meta"):
+        ready = AutoModel.from_config(AutoConfig.for_model(**TOWERS["wav2vec2"]))
+    assert {one.device.type for one in tower_from_source(ready, "audio", torch.float32).parameters()} == {"meta"}
 
 
 @pytest.mark.parametrize("name", TOWERS)

@@ -136,9 +136,9 @@ def test_the_head_of_a_decoder_is_a_node_behind_the_hidden_states_with_the_same_
 
 def test_a_head_behind_the_hidden_states_runs_where_only_other_ranks_have_targets() -> None:
     model, drawn = built("any_to_any"), pack("image_to_text")
-    encoded = model.encode_media(drawn, MicroBatchWork(heads=["image_decoder"], behind=["image_decoder"]))
+    encoded = model.encode_media(drawn, MicroBatchWork(heads=["image_decoder"], open_heads=["image_decoder"]))
     output = model.run_heads(encoded, model.run_foundation(encoded))
-    given = output.behind["image_decoder"]
+    given = output.open_heads["image_decoder"]
     assert output.losses.keys() == {"text"} and given.states.shape == (0, model.foundation.config.hidden_size)
     term = model.run_head("image_decoder", given).losses["image_decoder"]
     term.sum.backward()
