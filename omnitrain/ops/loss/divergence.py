@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -148,14 +148,15 @@ def _diverge(
     normalizer = total.logsumexp(0)[..., None]
     log_q, log_p = q.sub_(normalizer[0]), p.sub_(normalizer[1])
     probability = log_q.exp()
+    entropies: Sequence[Tensor]
     sums = [-(probability * log_q).sum(1), -(log_p.exp() * log_p).sum(1)]
     point = _POINTS[how.kind]
     if how.top_k is not None and how.top_k < ranks.classes:
         losses, gradient = _of_top_classes(log_q, log_p, probability, how.top_k, point, ranks)
-        entropies = ranks.of_all(torch.stack(sums)).sum(0)
+        entropies = ranks.of_all(torch.stack(sums)).sum(0).unbind()
     else:
         each, gradient = point(log_q, log_p)
-        *entropies, losses, slope = ranks.of_all(torch.stack([*sums, each.sum(1), gradient.sum(1)])).sum(0)
+        *entropies, losses, slope = ranks.of_all(torch.stack([*sums, each.sum(1), gradient.sum(1)])).sum(0).unbind()
         gradient = gradient.addcmul_(probability, slope[:, None], value=-1)
     scaled = gradient.mul_(how.temperature) if with_gradient else None
     metrics = torch.stack([(predicted[0] == predicted[1]).to(losses.dtype), *entropies])
