@@ -15,6 +15,7 @@ from omnitrain.recipe.component_configs import LatentVAEConfig
 from omnitrain.transformers_private import keep_weights
 
 _CLASS = "AutoencoderKL"
+SCALES = ("scaling_factor", "shift_factor")  # of its config: they scale and shift its latents
 
 
 class LatentVAE(LatentModel):

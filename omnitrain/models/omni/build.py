@@ -25,7 +25,7 @@ from omnitrain.models.decoders.in_context import InContextDecoder
 from omnitrain.models.decoders.latents import LatentModel
 from omnitrain.models.decoders.of_foundation import decoder_of, find_writer
 from omnitrain.models.decoders.tokens import TokenDecoder
-from omnitrain.models.decoders.vae import vae_at
+from omnitrain.models.decoders.vae import SCALES, vae_at
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.towers import JoinedTowers, reads_waveforms, tower_from_source
 from omnitrain.models.encoders.vision import VisionEncoder, image_processor
@@ -255,6 +255,8 @@ def _from_checkpoint(
         return None
     require_device(init_device)
     config = omni_config_at(config_path or weights_path or "")
+    if config_path and weights_path:
+        require_trained_scales(config, str(config_path), weights_path)
     if weights_path and init_device != "meta":
         with weights_left_in_files():
             model = OmniModel.from_pretrained(str(weights_path), dtype=torch_dtype, config=config)
@@ -269,6 +271,21 @@ def _from_checkpoint(
     if weights_path:
         load_adapters(model, weights_path)
     return model if init_device == "meta" else model.to(init_device)
+
+
+def require_trained_scales(config: OmniConfig, place: str, weights_path: str | Path) -> None:
+    """Raise a UserError if the latents of a decoder have another scale than those that it was trained on."""
+    trained = omni_config_at(weights_path).decoders or {}
+    for name, values in (config.decoders or {}).items():
+        found, expected = (
+            {key: ((of.get("tokenizer") or {}).get("vae") or {}).get(key) for key in SCALES}
+            for of in (values, trained.get(name, values))
+        )
+        if found != expected:
+            raise UserError(
+                f"model.decoders.{name}: the latents of {place} have {found}, and it was trained on latents with "
+                f"{expected} ({weights_path}); use these, or give the decoder by its name to train it anew"
+            )
 
 
 def omni_config_at(folder: str | Path) -> OmniConfig:

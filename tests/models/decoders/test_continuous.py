@@ -21,7 +21,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.clips import Clip
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token, to_tensors
-from omnitrain.models.omni.build import build_omni_model
+from omnitrain.models.omni.build import build_omni_model, require_trained_scales
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import normals, uniforms
@@ -30,6 +30,7 @@ from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import Sampling
+from omnitrain.recipe.component_configs import OmniConfig
 from tests.covering import pairs
 from tests.families import FAMILIES
 from tests.models.decoders.continuous import (
@@ -330,3 +331,16 @@ def test_a_vae_that_cannot_be_loaded_is_said_in_words(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(UserError, match=r"an AutoencoderKL needs diffusers .*pip install 'omnitrain\[vae\]'"):
         load("AutoencoderKL")
+
+
+def test_latents_of_another_scale_than_a_decoder_was_trained_on_are_refused(tmp_path: Path) -> None:
+    configs = {}
+    for name, scale in (("trained", 0.18215), ("changed", 0.3611)):
+        tokenizer = {"model_type": "omnitrain_vae", "vae": {"scaling_factor": scale, "shift_factor": 0.0}}
+        configs[name] = OmniConfig(foundation=FOUNDATION, decoders={"image_decoder": {"tokenizer": tokenizer}})
+        configs[name].save_pretrained(tmp_path / name)
+    with pytest.raises(
+        UserError, match=r"image_decoder: .*changed have .*0\.3611.* it was trained on .*0\.18215.*trained\); use these"
+    ):
+        build_omni_model(tmp_path / "changed", tmp_path / "trained")
+    require_trained_scales(configs["trained"], "the same config", tmp_path / "trained")
