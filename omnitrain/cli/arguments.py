@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from omnitrain.errors import UserError
 
 _NO_DASHES = "keys of a recipe have no dashes"
 
@@ -42,6 +46,15 @@ def _value(option: str, arguments: Sequence[str]) -> str:
         if name == option:
             return value if equals else after
     return "VALUE"
+
+
+def require_writable(option: str, file: Path | None) -> None:
+    """Raise UserError if a file that ``option`` names cannot be written."""
+    if file is None:
+        return
+    place = file if file.exists() else file.parent
+    if not os.access(place, os.W_OK) or not (file.is_file() or place.is_dir()):
+        raise UserError(f"{option} {file}: {place} is not a writable {'file' if file.exists() else 'folder'}")
 
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a shipped recipe.")]

@@ -64,10 +64,11 @@ def generate(
     ] = None,
 ) -> None:
     """Answer a prompt, a file of prompts, or a chat, with text, images, audio and films, on CUDA if available."""
-    from omnitrain.train.verbs.answer import require_files
-
     media = {"image": image or [], "audio": audio or [], "video": video or []}
     _require_one_source(prompt, prompts, chat, has_media=any(media.values()))
+
+    from omnitrain.train.verbs.answer import require_files
+
     require_files(media)
     sampling: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     sampling |= {"guidance": guidance, "size": size}

@@ -206,15 +206,17 @@ def check(
     else:
         from omnitrain.train.verbs.check import check_recipe as check_of
 
+    from omnitrain.train.planning.devices import find_device
+
+    planned_on = device and find_device(device)
     problems = check_of(resolved, nproc)
     if problems:
         raise UserError(problem_list(model_or_recipe, problems))
     typer.echo(f"no problems in {model_or_recipe}")
-    if device is not None:
-        from omnitrain.train.planning.devices import find_device
+    if planned_on:
         from omnitrain.train.verbs.plan import check_plan
 
-        typer.echo(check_plan(resolved, nproc or 1, find_device(device)))
+        typer.echo(check_plan(resolved, nproc, planned_on))
 
 
 app.command()(plan)
@@ -282,7 +284,7 @@ def _recipe_of_run(folder: Path, overrides: list[str] | None) -> Recipe:
 
 def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restarts: int, resume: Resume) -> None:
     """Train on the ranks of this process's launcher, or start ``nproc`` of them with ``omnitrain COMMAND``."""
-    from omnitrain.train.epochs import counts_samples, in_steps
+    from omnitrain.train.epochs import counts_samples
     from omnitrain.train.launch.environment import global_rank, is_first_process, world_size
     from omnitrain.train.run_state.run_folder import RunFolder
 
@@ -291,11 +293,10 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
             "--max-restarts starts a run again on the ranks that are left, so it needs --nproc 2 or more; under "
             "torchrun, use torchrun's own --max-restarts, and --auto-resume"
         )
-    if counts_samples(recipe) and world_size() == 1:
+    if world_size() == 1:
         with _all_problems(recipe, name, nproc):
-            recipe = in_steps(recipe)
-        in_words = [f"train.steps={recipe.train.steps}", f"train.packs_per_step={recipe.train.packs_per_step}"]
-        command = [*command, "train.epochs=null", "train.samples_per_step=null", *in_words]  # ranks need not measure
+            recipe, settled = _settled(recipe, nproc, continues=bool(resume))
+        command = [*command, *settled]
     if resume and not counts_samples(recipe) and (finished := RunFolder(recipe).finished()) is not None:
         if is_first_process():  # before ranks start, and weights are loaded
             typer.echo(finished)
@@ -319,6 +320,23 @@ def _train(recipe: Recipe, name: str, command: list[str], nproc: int, max_restar
         if global_rank() == 0:
             typer.echo(resume_hint(recipe.output_dir))
         raise typer.Exit(EXIT_REQUEUE if summary.is_terminated else EXIT_INTERRUPTED)
+
+
+def _settled(recipe: Recipe, nproc: int, *, continues: bool) -> tuple[Recipe, list[str]]:
+    """Return a recipe in steps and with a layout, and the overrides with which ranks need not find them again."""
+    from omnitrain.train.epochs import counts_samples, in_steps
+
+    overrides = []
+    if counts_samples(recipe):
+        recipe = in_steps(recipe)
+        in_words = [f"train.steps={recipe.train.steps}", f"train.packs_per_step={recipe.train.packs_per_step}"]
+        overrides += ["train.epochs=null", "train.samples_per_step=null", *in_words]
+    if recipe.parallel.auto:
+        from omnitrain.train.verbs.plan import with_layout
+
+        recipe = with_layout(recipe, nproc, continues=continues)
+        overrides += [f"parallel={json.dumps(recipe.parallel.model_dump(mode='json', exclude_defaults=True))}"]
+    return recipe, overrides
 
 
 def _launch(recipe: Recipe, arguments: list[str], nproc: int, max_restarts: int, *, continues: bool) -> int:

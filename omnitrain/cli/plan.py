@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from omnitrain.cli.arguments import OverridesArgument, RecipeArgument
+from omnitrain.cli.arguments import OverridesArgument, RecipeArgument, require_writable
 from omnitrain.errors import UserError
 
 _BYTES = {"": 2**30, "GiB": 2**30, "MiB": 2**20, "GB": 10**9}
@@ -49,6 +49,7 @@ def plan(
     from omnitrain.train.planning.devices import find_device
     from omnitrain.train.verbs.plan import apply_plan, plan_recipe, require_own_file
 
+    require_writable("--json", json_file)
     if apply:
         require_own_file(recipe)
     planned = plan_recipe(resolved, gpus, find_device(device or "", per_node=gpus_per_node, memory=size), top=top)
@@ -57,8 +58,7 @@ def plan(
         json_file.write_text(json.dumps(planned.as_json(), indent=2) + "\n", encoding="utf-8")
         typer.echo(f"wrote {json_file}")
     if apply:
-        best, _ = planned.best[0]
-        typer.echo(f"wrote `parallel` into {apply_plan(recipe, best.plan)}")
+        typer.echo(f"wrote `parallel` into {apply_plan(recipe, planned.best[0].plan)}")
 
 
 def memory_size(text: str) -> float:

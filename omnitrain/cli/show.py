@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnitrain.cli.arguments import OverridesArgument
+from omnitrain.cli.arguments import OverridesArgument, require_writable
 from omnitrain.errors import UserError
 from omnitrain.packages import require_fitting_torchvision
 
@@ -78,6 +78,7 @@ def show(
     """Print a recipe, or with an option what follows from it: its schedule, its packs, statistics of its data."""
     shown = _what_to_show({"schedule": schedule, "packs": packs, "stats": stats, "schema": schema})
     _refuse_other_options(context, shown)
+    require_writable("--json", json_file)
     if shown == "schema":
         _show_schema(recipe)
     elif recipe is None:

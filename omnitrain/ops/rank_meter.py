@@ -9,7 +9,6 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -37,13 +36,11 @@ class Op(NamedTuple):
         flops: of a product of matrices, or of attention; 0: the operation is bound by memory.
         num_bytes: that it reads and writes.
         width: of a product: its shortest side, on which its efficiency depends.
-        num_products: of a batched or grouped product, the number of its products.
     """
 
     flops: int
     num_bytes: int
     width: int = 0
-    num_products: int = 1
 
 
 class Collective(NamedTuple):
@@ -185,14 +182,12 @@ def _op(func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> Op:
     packet = packet_of(func)
     if packet is GROUPED_MM:
         left, right = args[:2]
-        number = right.size(0) if right.ndim == 3 else made[0].size(0)
-        return Op(2 * left.numel() * right.size(-1), num_bytes, min(left.size(-1), right.size(-1)), number)
+        return Op(2 * left.numel() * right.size(-1), num_bytes, min(left.size(-1), right.size(-1)))
     formula = flop_registry.get(packet)
     if formula is None:
         return Op(0, num_bytes)
     sides = [side for tensor in read if tensor.ndim > 1 for side in tensor.shape[-2:]]
-    number = prod(made[0].shape[:-2]) if made and made[0].ndim > 2 else 1
-    return Op(int(formula(*args, **kwargs, out_val=out)), num_bytes, min(sides, default=1), number)
+    return Op(int(formula(*args, **kwargs, out_val=out)), num_bytes, min(sides, default=1))
 
 
 def _collective(func: Any, args: Any, kwargs: Any) -> Collective | None:

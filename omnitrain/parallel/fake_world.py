@@ -7,6 +7,7 @@ rather than modelled.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -143,7 +144,9 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[WithoutContent]:
 
     Enter the mode that it yields for what computes.
     """
+    hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+    sys.excepthook = hook  # torch's would put this rank before each line of an error, also after the fake world
     try:
         yield WithoutContent()
     finally:

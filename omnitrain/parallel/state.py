@@ -241,6 +241,11 @@ def init_parallel_state(
 
 def init_state_of(plan: ParallelPlan) -> ParallelState:
     """Call :func:`init_parallel_state` with the degrees that ``plan`` sets for the foundation."""
+    if plan.auto:
+        raise UserError(
+            "parallel.auto: a layout is chosen before ranks start, by `omnitrain run RECIPE --nproc N` on one machine; "
+            "for other launchers, write one into the recipe with `omnitrain plan RECIPE --gpus N --apply`"
+        )
     _ensure_process_group()
     return _as_default(_states_of(plan, dist.get_world_size()))
 

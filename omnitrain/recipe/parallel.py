@@ -265,6 +265,9 @@ class ParallelPlan(Strict):
     """Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own plan."""
     ep_plan: dict[str, ShardDim] | None = None
     """Glob of parameter names -> dimension that counts the experts. Unset: the model's own plan, or all experts."""
+    auto: bool = False
+    """Choose the degrees, recompute and the place of encoders when a run starts, as `omnitrain plan` does; the rest of
+    the plan stays. `parallel: auto` is short for it. A run keeps what it has chosen."""
 
     def contradictions(self) -> Iterator[Problem]:
         """Yield what the plans of components contradict in the default plan."""
@@ -362,6 +365,15 @@ class ParallelPlan(Strict):
                     f"{path}.{axis}: found {planned}, but the parallel state has {degree}; "
                     f"call init_parallel_state({axis}_size={planned}), or remove it here"
                 )
+
+
+PlanOrAuto = Annotated[
+    ParallelPlan,
+    BeforeValidator(
+        lambda value: {"auto": True} if value == "auto" else value,
+        json_schema_input_type=ParallelPlan | Literal["auto"],
+    ),
+]
 
 
 def raise_problems(problems: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model, TeacherSource
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanOrAuto
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
@@ -40,7 +40,7 @@ class Recipe(Strict):
     """Data sets and packing."""
     train: Train = Field(default_factory=Train)
     """The training loop."""
-    parallel: ParallelPlan = Field(default_factory=ParallelPlan)
+    parallel: PlanOrAuto = Field(default_factory=ParallelPlan)
     """How the components are distributed over ranks."""
     evaluation: Evaluation | None = None
     """Evaluation at the end of the run. Unset: none."""
@@ -272,9 +272,9 @@ def _child(node: Any, key: str | int, next_part: str) -> Any:
     child = node.get(key) if isinstance(node, dict) else node[key]
     if child is not None:
         return child
-    if next_part.isdigit():
-        return []  # without a list, any index is refused
-    node[key] = {}
+    if next_part.isdigit() and next_part != "0":
+        return []  # a list that nobody wrote has no such index; its first one makes it
+    node[key] = [None] if next_part == "0" else {}
     return node[key]
 
 

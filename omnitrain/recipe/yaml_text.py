@@ -51,7 +51,10 @@ def dump_yaml(value: Any) -> str:
 
 
 def with_node(text: str, key: str, value: Any) -> str:
-    """Return the YAML of a mapping with another ``value`` of a top-level key; all other lines stay as they are."""
+    """Return the YAML of a mapping with another ``value`` of a top-level key; all other lines stay as they are.
+
+    Raises RecipeError: a line has more than the key's node, or another node refers to it.
+    """
     lines = text.splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
@@ -62,7 +65,14 @@ def with_node(text: str, key: str, value: Any) -> str:
         stop = max(end.line + (end.column > 0), start + 1)
         while stop > start + 1 and not lines[stop - 1].startswith((" ", "\t", "-")):  # what follows the node
             stop -= 1
-    return "".join([*lines[:start], dump_yaml({key: value}), *lines[stop:]])
+    found = "".join([*lines[:start], dump_yaml({key: value}), *lines[stop:]])
+    try:
+        is_exact = parse_yaml(found, "") == parse_yaml(text, "") | {key: value}
+    except RecipeError:
+        is_exact = False
+    if not is_exact:
+        raise RecipeError(f"cannot replace `{key}` in this file; expected `{key}:` on lines of its own, as block YAML")
+    return found
 
 
 def _node_problems(node: yaml.Node, parents: tuple[yaml.Node, ...] = ()) -> Iterator[str]:

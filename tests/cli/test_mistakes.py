@@ -167,7 +167,7 @@ export nowhere taken
 export nowhere out --dtype int8
     2  dtype: found 'int8'; expected one of float32, bfloat16, float16
 check taken
-    2  taken
+    2  no HF model at 'taken': the folder has no config.json
 check taken train.steps=20
     2  taken: this is a model; overrides such as `train.steps=20` apply only to recipes
 doctor R

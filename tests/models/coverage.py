@@ -12,44 +12,49 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import date
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from omnitrain.errors import UserError
-from omnitrain.ops.experts.weights import experts_in
-from omnitrain.parallel.spawn.pool import RankError, RankPool
+from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.verify.coverage import (
+    COLUMNS,
+    EQUAL,
+    FALLBACK,
+    NONE,
+    REFUSED,
+    WRONG,
+    Coverage,
+    CoverageCell,
+    measure,
+)
 from tests.models.every_family import (
     NO_REFERENCE,
-    PARTLY,
-    REFUSED,
-    UNPACKED,
-    Ranked,
-    _pair,
     every_family,
-    in_low_precision,
-    in_stages,
-    on_ranks,
     outcome,
+    peaked_model,
+    probes_of,
+)
+from tests.models.every_family import (
+    REFUSED as NOT_TRAINED,
 )
 
 DOCS = Path(__file__).parents[2] / "docs"
-FILE, PAGE = DOCS / "coverage.json", DOCS / "coverage.md"
+FILE, PAGE, README = DOCS / "coverage.json", DOCS / "coverage.md", DOCS.parent / "README.md"
 PACKAGES = ("torch", "transformers")
 SECONDS = 120  # of a family
-LAYOUTS = {"FSDP": "dp2", "tensor parallel": "tp2", "Ulysses": "sp2", "experts": "dp2.ep2"}
-COLUMNS = ("one process", "loss", *LAYOUTS, "pipeline", "bf16")
-EQUAL, FALLBACK, NONE, WRONG, LATE = "equal", "fallback", "-", "wrong", "not finished"
-
-Cell = dict[str, str]  # "result" and, unless it is equal, "why"
+LATE, NOT_YET = "not finished", ""
 
 
 class LateError(BaseException):
@@ -66,14 +71,21 @@ def main() -> None:
     if given.sample:
         sys.exit(compare(saved["families"], given.sample))
     known = saved["families"] if saved["versions"] == versions() else {}
-    names = given.families or [name for name in every_family() if name not in known]
+    lacking = {name: {*COLUMNS} - known.get(name, {"cells": {}})["cells"].keys() for name in every_family()}
+    names = given.families or sorted(filter(lacking.get, lacking), key=lambda name: -len(lacking[name]))
     with RankPool(2, preload=["tests.models.every_family"]) as pool:
         for name in names:
             known[name] = measured(name, pool)
             print(name, {column: cell["result"] for column, cell in known[name]["cells"].items()}, flush=True)
-            ordered = {family: known[family] for family in sorted(known)}
-            FILE.write_text(json.dumps({"versions": versions(), "families": ordered}, indent=1) + "\n")
-            PAGE.write_text(page(ordered))
+            write({family: known[family] for family in sorted(known)})
+
+
+def write(families: dict[str, Any]) -> None:
+    """Write the JSON, its page, and how many families are measured into the first screen."""
+    FILE.write_text(json.dumps({"versions": versions(), "families": families}, indent=1) + "\n")
+    PAGE.write_text(page(families))
+    number = f"{len(families)} of {len(every_family())} measured so far"
+    README.write_text(re.sub(r"\d+ of \d+ measured so far", number, README.read_text()))
 
 
 def versions() -> dict[str, str]:
@@ -88,7 +100,9 @@ def compare(known: dict[str, Any], number: int) -> int:
         for name in random.Random(date.today().isoformat()).sample(sorted(known), min(number, len(known))):
             found, expected = (of["cells"] for of in (measured(name, pool), known[name]))
             print(name, results(found))
-            pairs = {column: (cell["result"], expected[column]["result"]) for column, cell in found.items()}
+            pairs = {
+                name: (cell["result"], expected[name]["result"]) for name, cell in found.items() if name in expected
+            }
             wrong = {column: pair for column, pair in pairs.items() if LATE not in pair and pair[0] != pair[1]}
             if wrong:
                 different[name] = wrong
@@ -96,29 +110,38 @@ def compare(known: dict[str, Any], number: int) -> int:
     return bool(different)
 
 
-def results(cells: dict[str, Cell]) -> dict[str, str]:
+def results(cells: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return the words of a family, without reasons."""
     return {column: cell["result"] for column, cell in cells.items()}
 
 
 def measured(family: str, pool: RankPool) -> dict[str, Any]:
-    """Measure all columns of a family, as far as its time reaches."""
-    began, components, cells = time.perf_counter(), {}, {}
+    """Measure all columns of a family, if its time is enough."""
+    began, found = time.perf_counter(), of_one_word(CoverageCell(LATE, f"over {SECONDS} s"), LATE)
     with limit(SECONDS):
-        cells["one process"], cells["loss"], components = alone(family)
-        if cells["one process"]["result"] in (EQUAL, FALLBACK):
-            has_experts = any(True for _ in experts_in(_pair(family).ours))
-            for column, layout in LAYOUTS.items():
-                if column == "experts" and not has_experts:
-                    cells[column] = {"result": NONE, "why": ""}
-                    continue
-                cells[column] = attempted(lambda layout=layout: ranked(on_ranks(family, layout, pool)))
-            cells["pipeline"] = attempted(lambda: staged(family))
-            cells["bf16"] = attempted(lambda: ranked(low_precision(family, pool)))
-    ended = {"result": LATE, "why": f"over {SECONDS} s"} if len(cells) > 2 or not cells else {"result": NONE, "why": ""}
-    cells |= {column: ended for column in COLUMNS if column not in cells}
+        try:
+            found = against_transformers(family, pool)
+        except UserError as error:
+            found = of_one_word(CoverageCell(WRONG, str(error)))
+    cells = {name: {"result": cell.result, "why": in_short(cell.why)} for name, cell in found.cells.items()}
     facts = {"date": date.today().isoformat(), "seconds": round(time.perf_counter() - began, 1)}
-    return facts | {"components": components, "cells": cells}
+    return facts | {"components": {name: in_short(how) for name, how in found.components.items()}, "cells": cells}
+
+
+def against_transformers(family: str, pool: RankPool) -> Coverage:
+    """Return what `omnitrain check` measures, with one process compared with plain transformers once more."""
+    one = outcome(family)
+    if one.verdict in (NOT_TRAINED, NO_REFERENCE):
+        return of_one_word(CoverageCell(REFUSED if one.verdict == NOT_TRAINED else NONE, "; ".join(one.facts)))
+    found = measure(partial(peaked_model, family), probes_of(family), pool)
+    if one.wrong:
+        found.cells["one process"] = CoverageCell(WRONG, f"error {max(one.wrong.values()):.1e}")
+    return found
+
+
+def of_one_word(alone: CoverageCell, others: str = NONE) -> Coverage:
+    """Return the coverage of a model that one process does not train."""
+    return Coverage({}, dict.fromkeys(COLUMNS, CoverageCell(others)) | {"one process": alone})
 
 
 @contextmanager
@@ -139,58 +162,6 @@ def limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, earlier)
 
 
-def attempted(measure: Callable[[], Cell]) -> Cell:
-    """Return a cell, also where ranks failed."""
-    try:
-        return measure()
-    except (RankError, UserError) as error:
-        return {"result": WRONG, "why": in_short(str(error))}
-
-
-def alone(family: str) -> tuple[Cell, Cell, dict[str, str]]:
-    """Return what one process does, its loss, and component -> how its media are read."""
-    found = outcome(family)
-    if found.verdict in (REFUSED, NO_REFERENCE):
-        word = "refused" if found.verdict == REFUSED else NONE
-        return {"result": word, "why": in_short("; ".join(found.facts))}, {"result": NONE, "why": ""}, {}
-    runner = _pair(family).ours.runner
-    native, findings = runner.native, {one.check: one for one in runner.contract.findings}
-    falls_back = any(one.outcome == "fallback" for one in findings.values()) or found.verdict in (UNPACKED, PARTLY)
-    word, head = WRONG if found.wrong else FALLBACK if falls_back else EQUAL, findings["head"]
-    loss = {"result": EQUAL if head.outcome == "passed" else FALLBACK, "why": in_short(head.fact)}
-    components: dict[str, str] = dict.fromkeys(native.components, "own component")
-    components |= dict.fromkeys(native.in_forward, "in the model's own forward")
-    components |= {modality: f"refused: {in_short(str(why))}" for modality, why in native.refused.items()}
-    return {"result": word, "why": in_short("; ".join(found.facts))}, loss, components
-
-
-def ranked(found: Ranked | None) -> Cell:
-    """Return the cell of a layout on two ranks."""
-    if found is None:
-        return {"result": NONE, "why": ""}
-    if found.refusal:
-        return {"result": "refused", "why": in_short(found.refusal)}
-    wrong = max(found.wrong.values(), default=0.0)
-    return {"result": WRONG if found.wrong else EQUAL, "why": f"error {wrong:.1e}" if found.wrong else ""}
-
-
-def low_precision(family: str, pool: RankPool) -> Ranked | None:
-    """Return what bf16 on two ranks does, or why one process is refused."""
-    found = in_low_precision(family, pool, ["dp2.bf16"])
-    return found and found.get("dp2.bf16", found.get("one process"))
-
-
-def staged(family: str) -> Cell:
-    """Return the cell of pipeline stages: equal if every cut is."""
-    found = in_stages(family)
-    if found is None or found.refusal:
-        return {"result": NONE if found is None else "refused", "why": in_short(found.refusal if found else "")}
-    if found.verdict == "wrong":
-        return {"result": WRONG, "why": f"error {max(found.wrong.values()):.1e}"}
-    refused = f"cuts refused before block {', '.join(map(str, found.refused))}" if found.refused else ""
-    return {"result": FALLBACK if refused else EQUAL, "why": refused}
-
-
 def in_short(text: str) -> str:
     """Return the beginning of a reason, in one line."""
     line = " ".join(text.split())
@@ -199,14 +170,18 @@ def in_short(text: str) -> str:
 
 def page(families: dict[str, Any]) -> str:
     """Return the page: how many families have each word, then a row for each family, then the reasons."""
-    counts = {column: Counter(one["cells"][column]["result"] for one in families.values()) for column in COLUMNS}
-    words = (EQUAL, FALLBACK, "refused", LATE, WRONG, NONE)
+    counts = {column: Counter(word_of(one, column) for one in families.values()) for column in COLUMNS}
+    words = (EQUAL, FALLBACK, REFUSED, LATE, WRONG, NONE, NOT_YET)
     lines = [HEAD.format(number=len(families), seconds=SECONDS, **versions())]
     lines += row("", *COLUMNS) + row(*["---"] * (1 + len(COLUMNS)))
-    lines += [line for word in words for line in row(word, *(str(counts[column][word]) for column in COLUMNS))]
+    lines += [
+        line
+        for word in words
+        for line in row(word or "not measured yet", *(str(counts[column][word]) for column in COLUMNS))
+    ]
     lines += ["", "## Families", "", *row("family", "components", *COLUMNS), *row(*["---"] * (2 + len(COLUMNS)))]
     for family, one in families.items():
-        lines += row(f"`{family}`", ", ".join(one["components"]), *results(one["cells"]).values())
+        lines += row(f"`{family}`", ", ".join(one["components"]), *(word_of(one, column) for column in COLUMNS))
     lines += ["", "## Reasons", ""]
     reasons = sorted((cell["why"], column, name) for name, column, cell in said(families))
     for why, group in groupby(reasons, lambda one: one[0]):
@@ -215,23 +190,32 @@ def page(families: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def word_of(family: dict[str, Any], column: str) -> str:
+    """Return the word of a cell."""
+    found: str = family["cells"].get(column, {"result": NOT_YET})["result"]
+    return found
+
+
 HEAD = """# Model coverage
 
 Generated by `make families`; [coverage.json](coverage.json) has the dates, seconds and reasons. {number} families of
 transformers {transformers} were measured so far, with torch {torch}, on a CPU; `make families` goes on with the others.
-From each family's config classes, the smallest model is made
-that plain transformers runs on text. It trains one step here and in plain transformers, and the loss and every gradient
-are compared.
+`omnitrain check ORG/NAME` prints the same cells of your model.
+
+From each family's config classes, the smallest model is made that plain transformers runs on text. In one process its
+step is compared with that of plain transformers: the loss and every gradient. Under a layout it is compared with one
+process, as `omnitrain verify` does.
 
 - **equal**: as in plain transformers; under a layout: as in one process, up to rounding.
 - **fallback**: equal, with a reason below: samples, items or some modules run one at a time, all tokens are computed, a
-  medium is read in the model's own forward or refused, the loss is the model's own or leaves out a term of
-  transformers, or some cuts of a pipeline are refused.
+  medium is read in the model's own forward or refused, the loss is the model's own, or some cuts of a pipeline are
+  refused.
 - **refused**: an error in words says why, before a step. **not finished**: over {seconds} seconds. **-**: nothing to
   compare: no small model of the family runs in plain transformers, it does not train in one process, or has no experts.
 
-"One process" is packed training, "loss" the loss in chunks without all logits. The layouts are two ranks: `dp2`, `tp2`,
-`sp2`, `dp2.ep2`, pipeline stages at every cut, and `dp2.bf16`. `omnitrain check ORG/NAME` tests your model.
+"One process" is packed training, "loss" the loss in chunks without all logits. "Pipeline" is every cut into stages,
+"export" the files of the weights, which plain transformers reads to the bit. The layouts are two ranks: `dp2`, `tp2`,
+`sp2`, `dp2.ep2`, `dp2.bf16`, and `dp2` with LoRA adapters of all linear layers.
 """
 
 
@@ -240,7 +224,7 @@ def row(*cells: str) -> list[str]:
     return [f"| {' | '.join(cells)} |"]
 
 
-def said(families: dict[str, Any]) -> Iterator[tuple[str, str, Cell]]:
+def said(families: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, str]]]:
     """Yield the cells that have a reason."""
     for family, one in families.items():
         for column, cell in one["cells"].items():

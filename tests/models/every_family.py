@@ -236,6 +236,12 @@ def low_step_on_rank(
     return step_of(train(model, table[state.dp_rank], routing, steps=1))
 
 
+def probes_of(family: str) -> list[Sample]:
+    """Samples of all modalities that a family reads, if it trains in one process."""
+    both = _pair(family)
+    return [probe.sample for probe in both.probes] if both else []
+
+
 @lru_cache(maxsize=1)
 def _pair(family: str) -> Pair | None:
     torch.manual_seed(0)

@@ -40,6 +40,14 @@ def test_a_null_node_becomes_a_group() -> None:
     assert tree == {"evaluation": {"batch_size": 3}, "a": {"b": {"c": "x"}}}
 
 
+def test_the_first_index_makes_a_list_that_nobody_wrote(recipe_file: Path) -> None:
+    tree = {"data": {"heldout": None}}
+    assert apply_overrides(tree, ["data.heldout.0.path=x", "model.freeze.0=foundation"]) == []
+    assert tree == {"data": {"heldout": [{"path": "x"}]}, "model": {"freeze": ["foundation"]}}
+    with pytest.raises(RecipeError, match=r"data.trian: unknown key, found .*; did you mean `train`"):
+        Recipe.load(recipe_file, ["data.trian.0.path=x"])
+
+
 @pytest.mark.parametrize(
     ("override", "problem"),
     [

@@ -232,6 +232,7 @@ STANDS: dict[str, Always | Idle] = {
         base="text",
     ),
     "Optimizer.warmup_steps": PERIOD,
+    "ParallelPlan.auto": Always("a layout is chosen"),
     "Optimizer.schedule": Always("rates follow it"),
     "Optimizer.final_ratio": idle(
         "`schedule: constant` never decays", "train.optimizer.schedule=constant", "train.optimizer.final_ratio=0.5"

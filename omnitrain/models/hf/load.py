@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as hf_logging
 
 from omnitrain.errors import UserError, WeightsError
@@ -285,6 +286,8 @@ def _modeling_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
 def config_at(path: str) -> PreTrainedConfig:
     """Return the HF config of a Hub id or folder, or raise UserError; without quantization: we build plain weights."""
     require_folder(path, "HF model")
+    if (folder := Path(path).expanduser()).is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise UserError(f"no HF model at {path!r}: the folder has no {CONFIG_NAME}, which every HF model has")
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 from huggingface_hub.utils import logging as hub_logging
+from rich.markup import escape
 from rich.table import Table
 from transformers.utils import logging as hf_logging
 
@@ -18,6 +19,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.hf.load import OWN_HEAD, unused_line
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.summary import ComponentRow
+from omnitrain.parallel.verify.coverage import Coverage
 from omnitrain.recipe.component_configs import OmniConfig
 from omnitrain.train.metrics.console import console
 
@@ -51,6 +53,17 @@ def show_contract(contract: Contract, *, in_full: bool) -> None:
         for finding in findings:
             table.add_row(finding.check, finding.outcome, finding.fact)
         console.print(table)
+
+
+def show_coverage(coverage: Coverage) -> None:
+    """Print how each component reads its media, and a row for each feature: equal, fallback, refused, or wrong."""
+    table = Table("feature", "result", "why", title="Coverage", title_justify="left")
+    for name, how in coverage.components.items():
+        table.add_row(name, how, "")
+    table.add_section()
+    for name, cell in coverage.cells.items():
+        table.add_row(name, cell.result, escape(cell.why))
+    console.print(table)
 
 
 def show_unused(unused: Mapping[str, int] | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -11,9 +10,14 @@ import torch
 
 from omnitrain.errors import UserError
 from omnitrain.ops.rank_meter import Collective, Op
+from omnitrain.parallel.environment import available_memory
 from omnitrain.recipe.suggest import hint
+from omnitrain.train.launch.launch import num_cores
+from omnitrain.train.metrics.flops import peak_of
 
 _GB = 10**9
+_TRIALS = 5
+_COPIED = 2**23  # numbers; more than caches hold
 # Bytes that each rank sends for a collective over n ranks, as a share of the tensor: rings, as NCCL counts them.
 _SENT = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1, "send": 1}
 
@@ -69,14 +73,24 @@ class Device:
 
     def seconds(self, work: Mapping[Op | Collective, int]) -> Seconds:
         """Return the seconds of counted work."""
-        found = Counter[str]()
+        found = {"computed": 0.0, "waited": 0.0, "beside": 0.0}
         for one, times in work.items():
             if isinstance(one, Op):
-                found["computed"] += self.seconds_of(one) * times  # type: ignore[assignment]
+                found["computed"] += self.seconds_of(one) * times
             else:
-                which = "waited" if one.is_waited_for else "beside"
-                found[which] += self.seconds_of_link(one) * times  # type: ignore[assignment]
+                found["waited" if one.is_waited_for else "beside"] += self.seconds_of_link(one) * times
         return Seconds(**found)
+
+    def shared_by(self, num_ranks: int) -> Device:
+        """Return what each of ``num_ranks`` ranks has: a GPU of its own, or its share of the one CPU of this machine.
+
+        Ranks divide its memory, and its cores where they have more threads than these.
+        """
+        if self.name != MEASURED:
+            return self
+        share = min(1.0, num_cores() / torch.get_num_threads() / num_ranks)
+        rates = {rate: getattr(self, rate) * share for rate in ("flops", "bandwidth", "link", "network")}
+        return replace(self, memory=self.memory / num_ranks, **rates)
 
 
 @dataclass(frozen=True)
@@ -119,21 +133,33 @@ def find_device(name: str, *, per_node: int | None = None, memory: float | None 
     return device if memory is None else replace(device, memory=memory)
 
 
+def device_here(kind: str) -> Device:
+    """Return the device on which this machine trains; ``kind``: ``cpu`` or ``cuda``.
+
+    Raises UserError: its GPUs are none of those that are known.
+    """
+    if kind == "cpu":
+        return find_device(MEASURED)
+    gpu = torch.cuda.get_device_properties(0)
+    known = next((device for name, device in DEVICES.items() if name.upper() in gpu.name), None)
+    if known is None:
+        names = ", ".join(map(str.upper, DEVICES))
+        raise UserError(f"parallel.auto: found the GPU {gpu.name}; expected one of {names}; write degrees in its place")
+    return replace(known, memory=float(gpu.total_memory), per_node=torch.cuda.device_count())
+
+
 def _this_cpu() -> Device:
     """The CPU of this machine with as many threads as torch has, whose ranks exchange through its memory."""
-    flops = max(_rate(lambda a, b: a @ b, 2 * 512**3, 512) for _ in range(3))
-    copied = max(_rate(lambda a, b: a.copy_(b), 2 * 4 * 2048**2, 2048) for _ in range(3))
-    with open("/proc/meminfo") as file:
-        memory = next(int(line.split()[1]) for line in file if line.startswith("MemTotal")) * 1024.0
+    peak, copied = peak_of(torch.device("cpu"), torch.float32), max(_copied() for _ in range(_TRIALS))
     return Device(
-        MEASURED, flops, memory, copied, copied / 4, copied / 4, 2**20, "measured now on this machine",
-        efficiency=1.0, half_width=8, memory_efficiency=1.0,
+        MEASURED, peak.flops, float(available_memory() or 0), copied, copied / 4, copied / 4, 2**20,
+        "measured now on this machine", efficiency=1.0, half_width=8, memory_efficiency=1.0,
     )  # fmt: skip
 
 
-def _rate(run: object, amount: float, side: int) -> float:
-    left, right = torch.ones(side, side), torch.ones(side, side)
+def _copied() -> float:
+    """Bytes per second that a copy reads and writes."""
+    left, right = torch.ones(_COPIED), torch.ones(_COPIED)
     start = time.perf_counter()
-    for _ in range(5):
-        run(left, right)  # type: ignore[operator]
-    return 5 * amount / (time.perf_counter() - start)
+    left.copy_(right)
+    return 2 * left.nbytes / (time.perf_counter() - start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -11,11 +11,13 @@ from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import RankMeter
 from omnitrain.parallel.fake_world import fake_world, parallelize_in
-from omnitrain.plan.tables import ItemFacts
+from omnitrain.parallel.layout import layout_of
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
+from omnitrain.train.lr_groups import optimizer_of
 from omnitrain.train.planning.cells import CountedPart, with_blocks
 from omnitrain.train.planning.rank_run import Training
 
+_RANKS = 2  # over which its weights are sharded
 _ROWS = 128  # features that are counted together: products as wide as those of a run
 
 
@@ -27,20 +29,18 @@ class Encoding:
         part: its weights, gradients and the optimizer's state, not sharded; what it keeps and does for these items.
         elements: of these items.
         feature_bytes: of the features of these items.
-        item: one of them, as a pack lists it.
     """
 
     part: CountedPart
     elements: int
     feature_bytes: int
-    item: ItemFacts = field(repr=False)
 
 
 def count_encoder(training: Training, plan: ParallelPlan, name: str) -> Encoding:
     """Count a component that encodes media: so many of its smallest items that products are wide."""
     model = with_blocks(training.model, [0])
     settings = {n: ComponentPlan(**_without_ranks(plan.of(n))) for n in model.components}
-    with fake_world(2) as mode:
+    with fake_world(_RANKS) as mode:
         parallelize_in(mode, model, ParallelPlan(components=settings), training.mixed_precision)
         with mode, RankMeter() as meter:
             parameters = [p for key, p in model.components[name].items()]
@@ -56,18 +56,25 @@ def count_encoder(training: Training, plan: ParallelPlan, name: str) -> Encoding
             if trained:
                 torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
             backward = meter.mark()
+            learned = [p for p in parameters if p.requires_grad]
+            for parameter in model.parameters():
+                parameter.grad = None
+            for parameter in learned:
+                parameter.grad = torch.empty_like(parameter)
+            without_state = meter.alive
+            optimizer = optimizer_of(model, training.optimizer, layout_of(model))
+            optimizer.step()
+            state = meter.alive - without_state
     elements = sum(items.num_elements)
-    learned = sum(p.numel() for p in parameters if p.requires_grad)
     part = CountedPart(
-        sum(p.numel() * p.element_size() for p in parameters),
-        4 * learned,
-        8 * learned,
+        sum(p.nbytes for p in parameters),
+        sum(p.nbytes for p in learned),
+        _RANKS * state,
         max(0, forward.alive - before - feature_bytes) if trained else 0,
         forward.work,
         backward.work,
     )
-    each = items.num_elements[0]
-    return Encoding(part, elements, feature_bytes, ItemFacts(rows, each, 0, each))
+    return Encoding(part, elements, feature_bytes)
 
 
 def _without_ranks(plan: ComponentPlan) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -34,7 +34,6 @@ from omnitrain.train.planning.encoding import Encoding
 
 _UPDATE_BYTES = 28  # that AdamW reads and writes for a parameter: 4 tensors read and 3 written, in fp32
 _GATHERED = 2  # bytes of a gathered parameter
-_SUMMED = 4  # bytes of a parameter's gradient until it is reduced
 _AXES = ("tp", "ep", "ep_fsdp", "sequence", "cp", "sp", "fsdp")
 _SHARE = {Kind.F: 1.0, Kind.B: 1.0, Kind.I: 0.5, Kind.W: 0.5}
 
@@ -193,16 +192,19 @@ class StepEstimate:
         return Seconds(computed, waited, beside)
 
     def _sent(self, price: Price, *, is_waited_for: bool, kinds: Sequence[str] = ()) -> float:
-        seconds = 0.0
+        return sum(
+            self._device.seconds_of_link(one) * times
+            for one, times in self._collectives(price)
+            if one.is_waited_for == is_waited_for and (not kinds or one.kind in kinds)
+        )
+
+    def _collectives(self, price: Price) -> Iterator[tuple[Collective, int]]:
+        """Yield the collectives of a pass on the ranks of this layout, and how often each runs."""
         for collective, axis, times in price.sent:
-            ranks = self._axes[axis]
-            if collective.is_waited_for == is_waited_for and len(ranks) > 1 and (not kinds or collective.kind in kinds):
-                num_bytes = collective.num_bytes
-                if axis == "ep_fsdp":  # a rank has fewer experts
-                    num_bytes = int(num_bytes * self._priced.counted_on.size("ep") / self._state.size("ep"))
-                moved = collective._replace(num_bytes=num_bytes, ranks=ranks)
-                seconds += self._device.seconds_of_link(moved) * times
-        return seconds
+            num_bytes = collective.num_bytes
+            if axis == "ep_fsdp":  # a rank has fewer experts
+                num_bytes = int(num_bytes * self._priced.counted_on.size("ep") / self._state.size("ep"))
+            yield collective._replace(num_bytes=num_bytes, ranks=self._axes[axis]), times
 
     def _planned(self, drawn: Sequence[MicroBatchFacts]) -> StepPlan:
         """Plan the step as the ranks do, with micro-batches in the order in which sections delay nobody."""
@@ -320,9 +322,10 @@ class StepEstimate:
         return {name: [one for one in numbers if self._step.is_active(name, one)] for name, numbers in own.items()}
 
     def _link(self) -> MessageCost:
-        device, stages = self._device, self._state.ranks_along("pp")
-        far = max(stages) - min(stages) if self._has_stages and not self._layout.plan.sections else device.per_node
-        rate = (device.link if far < device.per_node else device.network) * device.memory_efficiency
+        """What messages cost: inside of a node if the ranks of a pipeline, and those of sections, are all in it."""
+        device, has_sections = self._device, bool(self._layout.plan.sections)
+        last = self._layout.topology.world_size - 1 if has_sections else max(self._state.ranks_along("pp"))
+        rate = (device.link if last < device.per_node else device.network) * device.memory_efficiency
         return MessageCost(device.latency, rate, self._message_bytes)
 
     def _message_bytes(self, action: Action) -> float:
@@ -363,14 +366,21 @@ class StepEstimate:
             "buffers": cell.transient,
         }
         if self._has_stages:  # its weights stay gathered, and gradients are reduced at the end of the step
-            whole = sum(part.weights for part in own) * cell.shards / 4
-            found["buffers"] += whole * (_GATHERED + _SUMMED) / self._state.size("ep")
+            for part in own:
+                forward, backward = self._priced.of(part)
+                found["buffers"] += self._bytes_of_fsdp(forward, "all_gather")
+                found["buffers"] += self._bytes_of_fsdp(backward, "reduce_scatter")
         for name, encoding in self._encodings.items():
             if self._layout.plan.section_of(name) == MAIN:
                 if rank == 0 or self._layout.topology.component(name).edge == "exchange":
                     _add_static(found, encoding.part, self._state.size("fsdp"))
                 found["features"] += 2 * float(self._features[name].max(initial=0))
         return found
+
+    def _bytes_of_fsdp(self, price: Price, kind: str) -> float:
+        """Bytes of the weights that FSDP gathers in a pass, or of the gradients that it reduces."""
+        of_kind = ((one, times) for one, times in self._collectives(price) if one.kind == kind)
+        return sum(one.num_bytes * times for one, times in of_kind if not one.is_waited_for)
 
     def _memory_of_section(self, section: str, state: ParallelState) -> dict[str, float]:
         found = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "features", "buffers"), 0.0)

@@ -77,11 +77,6 @@ class RankRun:
     actions: tuple[ActionRun, ...]
     update: Mark
 
-    @property
-    def activations(self) -> int:
-        """All else at the peak: what forwards keep, features, gathered weights, and buffers."""
-        return self.peak - self.weights - self.gradients - self.optimizer
-
 
 class _Actions(SpanRecorder):
     """Records what a meter counts in place of times."""

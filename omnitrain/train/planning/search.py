@@ -6,9 +6,10 @@ what was found.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from statistics import fmean
 from typing import Any
@@ -25,11 +26,12 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.parallel.step.plan import facts_of
 from omnitrain.plan.tables import MicroBatchFacts
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, Section
+from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning.cells import count_cell
 from omnitrain.train.planning.devices import Device
 from omnitrain.train.planning.encoding import Encoding, count_encoder
 from omnitrain.train.planning.estimate import Estimate, PlacedPlan, PricedCell, StepEstimate
-from omnitrain.train.planning.rank_run import Training
+from omnitrain.train.planning.rank_run import Training, predict_rank
 
 _RECOMPUTE = ("none", "selective", "full")
 _HEADROOM = 0.95  # share of a device's memory that a layout may take: allocators and libraries need the rest
@@ -45,12 +47,24 @@ class Candidate:
         plan: the plan that has them.
         found: the estimate; None: it was not estimated.
         reason: why it is out; empty: it is not.
+        counted: bytes of the fullest rank in the real build; None: it was not built.
     """
 
     degrees: Mapping[str, Any]
     plan: ParallelPlan
     found: Estimate | None = None
     reason: str = ""
+    counted: int | None = None
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank: counted in the real build, or else estimated."""
+        return self.counted or (self.found.peak if self.found else 0)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step, as estimated; infinite if it was not."""
+        return self.found.seconds if self.found else math.inf
 
     def __str__(self) -> str:
         return " ".join(
@@ -80,15 +94,10 @@ class Search:
             self.refused.append(judged)
         else:
             (self.rejected if judged.reason else self.fitting).append(judged)
-            self.fitting.sort(key=_seconds)
+            self.fitting.sort(key=lambda one: one.seconds)
 
 
-def _seconds(candidate: Candidate) -> float:
-    assert candidate.found is not None
-    return candidate.found.seconds
-
-
-_SIZES = {"tp": "tp", "ulysses": "sp", "pp": "pp", "ep": "ep"}  # degree of a candidate -> axis of a state
+_SIZES = {"tp": "tp", "cp": "cp", "ulysses": "sp", "pp": "pp", "ep": "ep"}  # degree of a candidate -> axis of a state
 _PLACES = ("section", "encoders")
 
 
@@ -129,12 +138,11 @@ class Planner:
         packs_per_step: int,
         drawn: Sequence[MicroBatchFacts] = (),
     ) -> None:
-        self._plan, self._device, self._num_ranks = plan, device, num_ranks
-        self._packs_per_step, self._model = packs_per_step, training.model
+        self._plan = plan.model_copy(update={"auto": False})
+        self._model, self._as_built = training.model, training
         pack, model = training.pack, training.model
-        facts = drawn or [facts_of(pack, model.runner.apart)]
-        self._drawn = [facts[index % len(facts)] for index in range(packs_per_step)]
-        listed = {medium for facts in self._drawn for medium, items in facts.items.items() if items}
+        self._packs = drawn or [facts_of(pack, model.runner.apart)]
+        listed = {medium for facts in self._packs for medium, items in facts.items.items() if items}
         used = [name for name, media in model.media_names.items() if listed.intersection(media)]
         self.encodings: dict[str, Encoding] = {}
         if not pack.targets:  # otherwise decoders, and the encoders with them, are counted with the foundation
@@ -142,6 +150,18 @@ class Planner:
             training = replace(training, pack=text_pack(model, pack.info.lengths)) if pack.inputs else training
         self._training = training
         self._cells: dict[tuple[Any, ...], PricedCell] = {}
+        self._place(device, num_ranks, packs_per_step)
+
+    def _place(self, device: Device, num_ranks: int, packs_per_step: int) -> None:
+        self._device, self._num_ranks, self._packs_per_step = device, num_ranks, packs_per_step
+        self._drawn = [self._packs[index % len(self._packs)] for index in range(packs_per_step)]
+        self._encodes = self._seconds_encoding()
+
+    def on(self, num_ranks: int, packs_per_step: int) -> Planner:
+        """Return the planner of other numbers, with all that is counted already."""
+        other = copy.copy(self)
+        other._place(self._device, num_ranks, packs_per_step)
+        return other
 
     def own(self) -> Candidate:
         """Return the layout of the user's plan."""
@@ -157,11 +177,19 @@ class Planner:
         for sequence in _powers(self._num_ranks):
             yield from self.of_sequence(sequence)
 
-    def search(self, top: int = 1) -> Search:
-        """Find the ``top`` fastest layouts; sequences are divided only if nothing else fits, or gives all packs."""
+    def search(self, top: int = 1, *, is_counted: bool = False) -> Search:
+        """Find the ``top`` fastest layouts; sequences are divided only if nothing else fits, or gives all packs.
+
+        ``is_counted``: these fit in the real build.
+        """
         found = Search()
         for sequence in _powers(self._num_ranks):
             self.joint(self.of_sequence(sequence), found, top)
+            while is_counted and (one := next((one for one in found.fitting[:top] if not one.counted), None)):
+                found.fitting.remove(one)
+                found.add(self.counted(one))
+                left, found.slower[:] = [*found.slower], []
+                self.joint(left, found, top)
             if found.fitting:
                 break
         return found
@@ -174,10 +202,10 @@ class Planner:
                 found.add(judged)
         open_ = [(bound, candidate) for bound, candidate in bounded if not isinstance(bound, Candidate)]
         for bound, candidate in sorted(open_, key=lambda pair: pair[0].seconds):
-            if len(found.fitting) >= top and bound.seconds >= _seconds(found.fitting[top - 1]):
+            if len(found.fitting) >= top and bound.seconds >= found.fitting[top - 1].seconds:
                 found.slower.append(replace(candidate, reason=f"slower: at least {bound.seconds:.3g} s a step"))
             elif bound.peak > self._limit:
-                found.rejected.append(replace(candidate, found=bound, reason=self._too_much(bound, "at least ")))
+                found.rejected.append(replace(candidate, found=bound, reason=self._too_much(bound.peak, "at least ")))
             else:
                 found.add(self.judge(candidate))
 
@@ -187,13 +215,26 @@ class Planner:
             state, plans = resolve_without_ranks(
                 self._model, candidate.plan, self._training.mixed_precision, self._num_ranks
             )
-        except UserError as error:
+            if self._packs_per_step % state.size("dp"):
+                return replace(candidate, reason=self._indivisible(state.size("dp")))
+            found = self.estimate(PlacedPlan.of(self._model, candidate.plan, state, plans))
+        except UserError as error:  # a pipeline may have more stages than the model has blocks
             return replace(candidate, reason=error.problems[0])
-        if self._packs_per_step % state.size("dp"):
-            return replace(candidate, reason=self._indivisible(state.size("dp")))
-        found = self.estimate(PlacedPlan.of(self._model, candidate.plan, state, plans))
-        reason = "" if found.peak <= self._limit else self._too_much(found)
-        return replace(candidate, found=found, reason=reason)
+        return replace(candidate, found=found, reason=self._too_much(found.peak))
+
+    def counted(self, judged: Candidate) -> Candidate:
+        """Return an estimated layout with the peak of the real build, on the first and the last pipeline stage.
+
+        Ranks of sections wait for messages of others, so that a layout with sections keeps what was estimated.
+        """
+        if judged.plan.sections or judged.found is None:
+            return replace(judged, counted=round(judged.peak))
+        trained, plan = self._as_built, judged.plan
+        state, _ = resolve_without_ranks(self._model, plan, trained.mixed_precision, self._num_ranks)
+        at_once = min(self._packs_per_step // state.size("dp"), 2 * state.size("pp"))  # with more, no more are alive
+        ends = sorted({0, self._num_ranks - 1} if state.size("pp") > 1 else {0})
+        peak = max(predict_rank(trained, plan, self._num_ranks, at_once, rank).peak for rank in ends)
+        return replace(judged, counted=peak, reason=self._too_much(peak))
 
     def estimate(self, layout: PlacedPlan) -> Estimate:
         """Estimate a layout that resolves."""
@@ -202,19 +243,23 @@ class Planner:
 
     def of_sequence(self, sequence: int) -> Iterator[Candidate]:
         """Yield layouts whose sequences are divided over so many ranks."""
-        experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
+        default = {axis: 1 if getattr(self._plan.default, axis) else None for axis in _SIZES}
         for places in self._places():
-            ranks = self._num_ranks - sum(place.ranks for place in places.values() if isinstance(place, Section))
-            for tp, pp, ep in product(_powers(min(self._device.per_node, 8)), _powers(_STAGES), _powers(experts)):
-                if ranks % (tp * pp * sequence) or (ranks // (tp * pp)) % ep:
-                    continue
-                degrees = {"tp": tp, "ulysses": sequence, "pp": pp, "ep": ep}
-                named: dict[str, Any] = {axis: degree for axis, degree in degrees.items() if degree > 1}
-                default = {axis: 1 if getattr(self._plan.default, axis) else None for axis in degrees}
-                for recompute in _RECOMPUTE:
-                    plan = _with(self._plan, FOUNDATION, default | named | {"memory.recompute": recompute})
-                    mode = {} if recompute == "none" else {"recompute": f"recompute-{recompute}"}
-                    yield _placed(Candidate(named | mode or {"dp": ranks}, plan), places)
+            sections = [place for place in places.values() if isinstance(place, Section)]
+            ranks = self._num_ranks - sum(one.ranks for one in (*self._plan.sections.values(), *sections))
+            for named, recompute in product(self._degrees(ranks, sequence), _RECOMPUTE):
+                plan = _with(self._plan, FOUNDATION, default | named | {"memory.recompute": recompute})
+                mode = {} if recompute == "none" else {"recompute": f"recompute-{recompute}"}
+                yield _placed(Candidate(named | mode or {"dp": ranks}, plan), places)
+
+    def _degrees(self, ranks: int, sequence: int) -> Iterator[dict[str, Any]]:
+        """Yield the degrees above 1 of layouts of so many ranks, which are all but those of sections."""
+        experts = max((num_experts_of(experts) for _, experts in experts_in(self._model.foundation)), default=1)
+        cp = self._plan.of(FOUNDATION).cp or 1
+        for tp, pp, ep in product(_powers(min(self._device.per_node, 8)), _powers(_STAGES), _powers(experts)):
+            if ranks > 0 and ranks % (tp * pp * sequence * cp) == 0 == ranks // (tp * pp) % ep:
+                degrees = {"tp": tp, "cp": cp, "ulysses": sequence, "pp": pp, "ep": ep}
+                yield {axis: degree for axis, degree in degrees.items() if degree > 1}
 
     def _places(self) -> Iterator[dict[str, Section | dict[str, Any]]]:
         """Yield what may be done with encoders: as the plan has them, on all ranks, or in a section."""
@@ -230,16 +275,23 @@ class Planner:
     def _limit(self) -> float:
         return self._device.memory * _HEADROOM
 
-    def _too_much(self, found: Estimate, least: str = "") -> str:
-        return f"memory: {least}{found.peak / 2**30:.1f} of {self._limit / 2**30:.1f} GiB"
+    def _too_much(self, peak: float, least: str = "") -> str:
+        """Why a layout with this peak does not fit; empty: it does."""
+        if peak <= self._limit:
+            return ""
+        return f"memory: {least}{peak / 2**30:.3g} of {self._limit / 2**30:.3g} GiB"
 
     def _indivisible(self, replicas: int) -> str:
-        return f"{self._packs_per_step} packs of a step on {replicas} data-parallel ranks"
+        return (
+            f"train.packs_per_step: found {self._packs_per_step}; expected a multiple of the {replicas} data-parallel "
+            "ranks"
+        )
 
     def bound(self, candidate: Candidate) -> Estimate | Candidate:
         """Return the least seconds and bytes that a layout can have, or the candidate with why it is out.
 
-        A block on ``n`` ranks computes at least an n-th of what it computes on one.
+        A block on ``n`` ranks computes at least an n-th of what it computes on one, with experts on as many ranks: a
+        rank with fewer experts multiplies as many rows, but reads fewer weights.
         """
         plan = candidate.plan.of(FOUNDATION)
         tp, pp, sequence = plan.tp or 1, plan.pp or 1, (plan.ulysses or 1) * (plan.cp or 1)
@@ -256,16 +308,14 @@ class Planner:
         work = sum(one.seconds) / (tp * sequence) * filled
         encodes = self._encodes
         on_main = 0.0 if of_sections or pp > 1 else encodes / main
-        seconds = max(
-            number * work / _share_of_busiest(pp, number) + on_main, encodes / of_sections if of_sections else 0
-        )
+        share = _share_of_busiest(pp, number, plan.schedule or PipelineSchedule())
+        seconds = max(number * work / share + on_main, encodes / of_sections if of_sections else 0)
         parts = [*one.cell.blocks, one.cell.ends]
         static = sum(part.static for part in parts) * one.cell.shards / main
         kept = sum(part.kept for part in parts) / (tp * sequence * pp)
         return Estimate(seconds, memory={"weights": static, "activations": kept})
 
-    @cached_property
-    def _encodes(self) -> float:
+    def _seconds_encoding(self) -> float:
         """Seconds in which one rank encodes all items of a step, forward and backward."""
         total = 0.0
         for name, encoding in self.encodings.items():
@@ -277,8 +327,8 @@ class Planner:
         return total
 
     def _whole(self, plan: ParallelPlan) -> PricedCell:
-        """The cell of a block that no ranks share."""
-        return self._counted(_without(plan, ("tp", "ulysses", "cp", "ep")), 1, 1, 1)
+        """The cell of a block that no ranks share, but for experts."""
+        return self._counted(_without(plan, ("tp", "ulysses", "cp", "ep")), 1, 1, plan.of(FOUNDATION).ep or 1)
 
     def _cell(self, plan: ParallelPlan, state: ParallelState) -> PricedCell:
         return self._counted(plan, state.size("tp"), state.size("sequence"), state.size("ep"))
@@ -293,8 +343,10 @@ class Planner:
             ranks = tp * 2 * max(sequence, stands)
             state, _ = resolve_without_ranks(self._model, alone, self._training.mixed_precision, ranks)
             cell = count_cell(self._training, alone, ranks)
-            encoders = sum(encoding.part.weights for encoding in self.encodings.values()) / cell.shards
-            ends = replace(cell.ends, weights=cell.ends.weights - encoders)
+            encoders, ends = [encoding.part for encoding in self.encodings.values()], cell.ends
+            weights = ends.weights - sum(part.weights for part in encoders) / cell.shards
+            optimizer = ends.optimizer - sum(part.optimizer for part in encoders) / cell.shards
+            ends = replace(ends, weights=weights, optimizer=optimizer)  # a text leaves no gradients of encoders
             self._cells[key] = PricedCell(replace(cell, ends=ends), self._device, state)
         return self._cells[key]
 
@@ -313,12 +365,14 @@ def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:
     return Pack.from_samples([replace(text, loss_mask=np.ones(len(text.input_ids), bool)) for text in texts])
 
 
-def _share_of_busiest(stages: int, number: int) -> float:
-    """The largest share of a micro-batch's work that the work of a stage can be for the step to end in time.
+def _share_of_busiest(stages: int, number: int, schedule: PipelineSchedule) -> float:
+    """The work of a step's micro-batches over the least time in which pipeline ranks can run them.
 
-    With stages of work ``w``, stage ``r`` ends at ``w_0 + ... + w_(r-1) + number * w_r`` at best. The least maximum of
-    these is ``number * work`` over this.
+    In 1F1B and GPipe, with stages of work ``w``, stage ``r`` ends at ``w_0 + ... + w_(r-1) + number * w_r`` at best,
+    and this is the least maximum of these. In others, a rank need not wait for all that is before a stage of its own.
     """
+    if schedule.resolved_kind not in ("gpipe", "1f1b"):
+        return stages
     return number * (1 - (1 - 1 / number) ** stages) if stages > 1 else 1.0
 
 

@@ -39,6 +39,7 @@ from omnitrain.parallel.expert.routing_record import RoutingOfRun
 from omnitrain.parallel.fsdp.units import find_units, unit_names
 from omnitrain.parallel.layout import planned_table, section_text
 from omnitrain.parallel.resolve import dtype_of, resolve_without_ranks
+from omnitrain.parallel.verify.coverage import coverage_of
 from omnitrain.peers import SINGLE_PROCESS
 from omnitrain.recipe import ComponentPlan, Model, ParallelPlan, Recipe
 from omnitrain.recipe.component_configs import OmniConfig
@@ -53,7 +54,14 @@ from omnitrain.train.evaluate.evaluate import load_scorer
 from omnitrain.train.launch.environment import world_size
 from omnitrain.train.lr_groups import decays_of, matrices_of, peaks_of
 from omnitrain.train.metrics.console import console
-from omnitrain.train.metrics.display import quiet_libraries, show_components, show_contract, show_own_head, show_unused
+from omnitrain.train.metrics.display import (
+    quiet_libraries,
+    show_components,
+    show_contract,
+    show_coverage,
+    show_own_head,
+    show_unused,
+)
 from omnitrain.train.metrics.trackers import require_trackers
 from omnitrain.train.micro_batches import check_micro_batches
 from omnitrain.train.prepare import show_unread, spared
@@ -202,13 +210,23 @@ def _model_checks(
 
 
 def check_model(path: str) -> None:
-    """Check a HF or omni model (Hub id, folder, or a run's newest) without weights; UserError: it is untrainable."""
+    """Check a HF or omni model (Hub id, folder, or a run's newest) without weights; UserError: it is untrainable.
+
+    Of a HF model, also print what works with it (:func:`omnitrain.parallel.verify.coverage.coverage_of`).
+    """
     quiet_libraries()
     if Path(path, "checkpoints").is_dir():
         path = str(newest_checkpoint(path))
     is_omni = isinstance(config_at(path), OmniConfig)
     parts: dict[str, Any] = {"config_path": path} if is_omni else {"foundation": path}
-    _show_model(build_omni_model(**parts, init_device="meta"))
+    model = build_omni_model(**parts, init_device="meta")
+    _show_model(model)
+    if not is_omni:
+        console.print("coverage: a copy with few layers trains in one process and on two ranks; the result is kept")
+        try:
+            show_coverage(coverage_of(model.foundation))
+        except UserError as error:
+            console.print(f"coverage is not measured: {error}", markup=False, soft_wrap=True)
 
 
 def _require_plan(recipe: Recipe, model: OmniModel, mixed: bool | None, num_ranks: int | None) -> None:

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.errors import UserError
+from omnitrain.errors import RecipeError, UserError
 from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.step.plan import facts_of
@@ -22,12 +22,14 @@ from omnitrain.plan.tables import MicroBatchFacts
 from omnitrain.recipe import ParallelPlan, Recipe
 from omnitrain.recipe.yaml_text import with_node
 from omnitrain.train.build_from_recipe import build_from_recipe, build_without_tokenizer, use_ops
-from omnitrain.train.device import compute_dtype, mixed_precision
-from omnitrain.train.epochs import loader_of
+from omnitrain.train.device import compute_dtype, mixed_precision, use_device
+from omnitrain.train.epochs import in_steps, loader_of
+from omnitrain.train.metrics.console import console
 from omnitrain.train.metrics.display import quiet_libraries
-from omnitrain.train.planning.devices import MEASURED, Device
-from omnitrain.train.planning.rank_run import Training, predict_rank
+from omnitrain.train.planning.devices import MEASURED, Device, device_here
+from omnitrain.train.planning.rank_run import Training
 from omnitrain.train.planning.search import Candidate, Planner, Search, steps_apart, text_pack
+from omnitrain.train.run_state.run_folder import RunFolder
 
 _FASTER = 1.2  # a neighbour so many times as fast is worth a line of `check`
 _MOST_RANKS = 2**14
@@ -41,7 +43,7 @@ class Planned:
     Attributes:
         num_ranks: one for each device.
         device: of each rank.
-        best: the fastest that fit, each with the bytes of its fullest rank (without sections: of the real build).
+        best: the fastest that fit, in the real build.
         neighbours: of the best layout: its words -> why it is not the best.
         flops: that the model needs for a step.
         pack: what a pack is here, in words.
@@ -49,53 +51,51 @@ class Planned:
 
     num_ranks: int
     device: Device
-    best: tuple[tuple[Candidate, int], ...]
+    best: tuple[Candidate, ...]
     neighbours: Mapping[str, str]
     flops: float
     pack: str
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the numbers of each layout: seconds, tokens per second of a device, shares, GiB."""
-        for candidate, counted in self.best:
-            yield _numbers(candidate, self) | {"peak": counted / 2**30}
-
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers."""
+        """Return all numbers; of a layout: seconds, tokens per second of a device, shares, GiB."""
         return {
             "num_ranks": self.num_ranks,
             "device": {"name": self.device.name, "memory": self.device.memory, "source": self.device.source},
             "pack": self.pack,
-            "layouts": list(self.rows()),
+            "flops": self.flops,
+            "layouts": [_numbers(candidate, self) for candidate in self.best],
             "neighbours": dict(self.neighbours),
         }
 
     def __rich__(self) -> RenderableType:
-        """The best layouts, where their time and memory go, and why neighbours of the best are not."""
-        rows = list(self.rows())
-        times = [("step", "tokens/s per GPU", "MFU", *(f"idle: {cause}" for cause in rows[0]["idle"]))]
-        times += [
-            (f"{row['seconds']:.3g} s", f"{row['tokens_per_second']:,.0f}", *map("{:.1%}".format, _shares(row)))
-            for row in rows
-        ]
-        sizes = [("GiB of the fullest rank", *rows[0]["memory"])]
-        sizes += [tuple(map("{:.3g}".format, (row["peak"], *row["memory"].values()))) for row in rows]
-        names = [row["layout"] for row in rows]
-        head = f"{self.num_ranks} x {self.device.name}, {self.device.memory / 2**30:.1f} GiB each; {self.pack}"
-        lines = [f"not {words}: {why}" for words, why in self.neighbours.items()]
-        return Group(head, "", _table(names, times), "", _table(names, sizes), "", *lines)
+        """See :func:`shown`."""
+        return shown(self.as_json())
 
 
-def _shares(row: Mapping[str, Any]) -> tuple[float, ...]:
-    return row["mfu"], *row["idle"].values()
+def shown(planned: Mapping[str, Any]) -> RenderableType:
+    """Show layouts as JSON has them: where their time and memory go, and why neighbours of the best are not."""
+    rows = planned["layouts"]
+    layouts = Table(*_columns("layout"), *_columns("step", "tokens/s", "MFU", "GiB", is_number=True), **_PLAIN)
+    shares = Table(*_columns("idle, of a step"), *_columns(*rows[0]["idle"], is_number=True), **_PLAIN)
+    sizes = Table(*_columns("GiB"), *_columns(*rows[0]["memory"], is_number=True), **_PLAIN)
+    for number, row in enumerate(rows, start=1):
+        rate = f"{row['tokens_per_second']:,.0f}"
+        times = (f"{row['seconds']:.3g} s", rate, f"{row['mfu']:.1%}", f"{row['peak']:.3g}")
+        layouts.add_row(f"{number}  {row['layout']}", *times)
+        shares.add_row(str(number), *map("{:.1%}".format, row["idle"].values()))
+        sizes.add_row(str(number), *map("{:.3g}".format, row["memory"].values()))
+    device = planned["device"]
+    head = f"{planned['num_ranks']} x {device['name']}, {device['memory'] / 2**30:.3g} GiB each; {planned['pack']}"
+    note = "tokens/s: of a GPU; GiB: of the fullest rank"
+    lines = [f"not {words}: {why}" for words, why in planned["neighbours"].items()]
+    return Group(head, note, "", layouts, "", shares, "", sizes, "", *lines)
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of layouts; the first row has the heads of columns."""
-    heads = (Column(name, justify="right", no_wrap=True) for name in rows[0])
-    table = Table(Column("layout", no_wrap=True), *heads, box=None, pad_edge=False)
-    for name, row in zip(names, rows[1:], strict=True):
-        table.add_row(name, *row)
-    return table
+_PLAIN: Mapping[str, Any] = {"box": None, "pad_edge": False}
+
+
+def _columns(*names: str, is_number: bool = False) -> Iterator[Column]:
+    yield from (Column(name, justify="right" if is_number else "left", no_wrap=True) for name in names)
 
 
 def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5) -> Planned:
@@ -104,27 +104,33 @@ def plan_recipe(recipe: Recipe, num_ranks: int, device: Device, *, top: int = 5)
     Raises UserError: no layout fits, with the least number of devices (a power of two times this one) that would, or
     the recipe's own plan, its model and the number of ranks contradict each other.
     """
-    _require_whole_nodes(num_ranks, device)
-    what = _what_trains(recipe, device)
-    found = _planner(what, recipe, num_ranks, device).search(top=top)
+    _require_whole_nodes("--gpus", num_ranks, device)
+    what, device = _what_trains(recipe, device), device.shared_by(num_ranks)
+    planner = _planner(what, recipe, num_ranks, device)
+    found = planner.search(top, is_counted=True)
     if not found.fitting:
-        raise UserError(_fits_nowhere(what, recipe, num_ranks, device, found))
+        raise UserError(_fits_nowhere(planner, num_ranks, what.packs_per_step, device, found))
     best = found.fitting[0]
     everything = (*found.fitting, *found.rejected, *found.refused, *found.slower)
     neighbours = {str(one): _why_not(one, best) for one in everything if steps_apart(one, best) == 1}
-    counted = tuple((one, _counted(what.training, one, recipe, num_ranks)) for one in found.fitting[:top])
-    return Planned(num_ranks, device, counted, neighbours, what.flops * recipe.train.packs_per_step, what.pack)
+    return Planned(num_ranks, device, tuple(found.fitting[:top]), neighbours, what.flops, what.pack)
 
 
-def check_plan(recipe: Recipe, num_ranks: int, device: Device) -> str:
-    """Return a line about the recipe's own layout: its step and memory, whether it fits, and a faster neighbour."""
-    _require_whole_nodes(num_ranks, device)
+def check_plan(recipe: Recipe, num_ranks: int | None, device: Device) -> str:
+    """Return a line about the recipe's own layout: its step and memory, whether it fits, and a faster neighbour.
+
+    ``num_ranks`` None: a number that the plan fits.
+    """
     what = _what_trains(recipe, device)
+    state, _ = resolve_without_ranks(what.training.model, recipe.parallel, what.training.mixed_precision, num_ranks)
+    num_ranks, device = state.num_ranks, device.shared_by(state.num_ranks)
+    _require_whole_nodes("--nproc", num_ranks, device)
     planner = _planner(what, recipe, num_ranks, device)
     own = planner.judge(planner.own())
     if own.found is None:
         raise UserError(own.reason)
-    numbers = _numbers(own, Planned(num_ranks, device, (), {}, what.flops * recipe.train.packs_per_step, what.pack))
+    own = planner.counted(own)
+    numbers = _numbers(own, Planned(num_ranks, device, (), {}, what.flops, what.pack))
     line = (
         f"{num_ranks} x {device.name}, {own}: a step takes {numbers['seconds']:.4g} s, "
         f"{numbers['tokens_per_second']:,.0f} tokens/s per GPU, MFU {numbers['mfu']:.1%}, "
@@ -132,14 +138,28 @@ def check_plan(recipe: Recipe, num_ranks: int, device: Device) -> str:
     )
     if own.reason:
         line += f"; it does not fit ({own.reason})"
-    near = [planner.judge(one) for one in planner.candidates() if steps_apart(one, own) == 1]
-    fitting = [one for one in near if one.found and not one.reason]
-    fastest = min(fitting, key=lambda one: one.found.seconds, default=None)  # type: ignore[union-attr]
-    if fastest is not None and fastest.found is not None:
-        ratio = own.found.seconds / fastest.found.seconds
-        if own.reason or ratio >= _FASTER:
-            line += f"; {fastest} fits and takes {fastest.found.seconds:.4g} s ({ratio:.2f} times as fast)"
+    near = map(planner.judge, (one for one in planner.candidates() if steps_apart(one, own) == 1))
+    least = 0.0 if own.reason else _FASTER
+    better = [one for one in near if not one.reason and own.seconds >= least * one.seconds]
+    counted = map(planner.counted, sorted(better, key=lambda one: one.seconds))
+    if (best := next((one for one in counted if not one.reason), None)) is not None:
+        line += f"; {best} fits and takes {best.seconds:.4g} s ({own.seconds / best.seconds:.2f} times as fast)"
     return line
+
+
+def with_layout(recipe: Recipe, num_ranks: int, *, continues: bool) -> Recipe:
+    """Return a recipe with the best layout on ``num_ranks`` devices of this machine in place of `parallel: auto`.
+
+    ``continues``: with the layout of its run's folder, if that has a checkpoint. Errors as of :func:`plan_recipe`.
+    """
+    folder = RunFolder(recipe)
+    if continues and folder.has_checkpoint:
+        plan, words = Recipe.load(str(folder.path / "recipe.yaml")).parallel, f"as {folder.path} has it"
+    else:
+        (best,) = plan_recipe(recipe, num_ranks, device_here(use_device(recipe.train).type), top=1).best
+        plan, words = best.plan, f"{best}, about {best.seconds:.2g} s a step and {best.peak / 2**30:.2g} GiB"
+    console.print(f"parallel.auto: the layout is {words}", soft_wrap=True)
+    return recipe.model_copy(update={"parallel": plan})
 
 
 def apply_plan(recipe_file: str, plan: ParallelPlan) -> Path:
@@ -152,16 +172,21 @@ def apply_plan(recipe_file: str, plan: ParallelPlan) -> Path:
 
 
 def require_own_file(recipe: str) -> None:
-    """Raise UserError if a recipe is shipped with omnitrain, so that nothing is written into it."""
+    """Raise UserError if no plan can be written into a recipe: it is shipped with omnitrain, or no block YAML."""
     if not Path(recipe).is_file():
         raise UserError(f"--apply: `{recipe}` is shipped with omnitrain; copy it with `omnitrain cp {recipe} FILE`")
+    try:
+        with_node(Path(recipe).read_text(encoding="utf-8"), "parallel", {})
+    except RecipeError as error:
+        raise UserError(f"--apply: {recipe}: {error}") from None
 
 
 @dataclass(frozen=True)
 class _What:
     training: Training
     drawn: Sequence[MicroBatchFacts]  # packs that steps have in turn
-    flops: float  # that the model needs for a pack of these, in the mean
+    packs_per_step: int
+    flops: float  # that the model needs for a step
     pack: str  # in words
 
 
@@ -170,10 +195,12 @@ def _what_trains(recipe: Recipe, device: Device) -> _What:
     quiet_libraries()
     mixed = mixed_precision(recipe.train, "cpu" if device.name == MEASURED else "cuda")
     try:
+        packs_per_step = in_steps(recipe).train.packs_per_step
         model, processor = build_from_recipe(recipe, "meta")
         packs = [pack for (pack,) in islice(loader_of(recipe, model, processor, 1), _PACKS)]
         words = f"packs like the first {len(packs)} of the data ({fmean(map(_tokens, packs)):,.0f} tokens)"
     except UserError as error:
+        packs_per_step = recipe.train.samples_per_step or recipe.train.packs_per_step
         model, tokens = build_without_tokenizer(recipe), recipe.data.pack_tokens
         packs = [text_pack(model, [tokens])]
         words = f"packs of one text of {tokens} tokens, as the data cannot be read ({error.problems[0]})"
@@ -181,7 +208,8 @@ def _what_trains(recipe: Recipe, device: Device) -> _What:
     use_ops(model, recipe.model.ops, torch.device("cpu"), compute_dtype(recipe.parallel, mixed))
     training = Training(model, recipe.train.optimizer, mixed, max(packs, key=_tokens))
     drawn = [facts_of(pack, model.runner.apart) for pack in packs]
-    return _What(training, drawn, fmean(_flops(counter, pack) for pack in packs), words)
+    flops = packs_per_step * fmean(_flops(counter, pack) for pack in packs)
+    return _What(training, drawn, packs_per_step, flops, words)
 
 
 def _tokens(pack: Pack) -> int:
@@ -197,16 +225,16 @@ def _flops(counter: ModelFlops, pack: Pack) -> float:
     return flops.passes.model.total
 
 
-def _require_whole_nodes(num_ranks: int, device: Device) -> None:
+def _require_whole_nodes(option: str, num_ranks: int, device: Device) -> None:
     if num_ranks > device.per_node and num_ranks % device.per_node:
         raise UserError(
-            f"--gpus {num_ranks}: found nodes of {device.per_node} devices; expected a multiple of {device.per_node}, "
-            "or set --gpus-per-node"
+            f"{option} {num_ranks}: found nodes of {device.per_node} devices; expected a multiple of "
+            f"{device.per_node}{', or set --gpus-per-node' if option == '--gpus' else ''}"
         )
 
 
 def _planner(what: _What, recipe: Recipe, num_ranks: int, device: Device) -> Planner:
-    return Planner(what.training, recipe.parallel, device, num_ranks, recipe.train.packs_per_step, what.drawn)
+    return Planner(what.training, recipe.parallel, device, num_ranks, what.packs_per_step, what.drawn)
 
 
 def _numbers(candidate: Candidate, planned: Planned) -> dict[str, Any]:
@@ -220,7 +248,7 @@ def _numbers(candidate: Candidate, planned: Planned) -> dict[str, Any]:
         "tokens_per_second": found.tokens / found.seconds / planned.num_ranks,
         "mfu": planned.flops / possible,
         "idle": found.idle,
-        "peak": found.peak / 2**30,
+        "peak": candidate.peak / 2**30,
         "memory": {cause: size / 2**30 for cause, size in found.memory.items()},
     }
 
@@ -229,38 +257,24 @@ def _why_not(candidate: Candidate, best: Candidate) -> str:
     """Why a neighbour of the best layout is not the best, in words."""
     if candidate.found is None or best.found is None or candidate.reason:
         return candidate.reason
-    slower = candidate.found.seconds / best.found.seconds
+    slower = candidate.seconds / best.seconds
     more = {cause: share - best.found.idle[cause] for cause, share in candidate.found.idle.items()}
     cause = max(more, key=lambda name: more[name], default="")
     because = f", {cause} take {candidate.found.idle[cause]:.1%} of the step" if cause and more[cause] > 0.01 else ""
     return f"{slower:.2f} times as long{because}"
 
 
-def _counted(training: Training, candidate: Candidate, recipe: Recipe, num_ranks: int) -> int:
-    """Bytes of the fullest rank of a layout, counted in the real build, on the first and the last pipeline stage.
-
-    Ranks of sections wait for messages of others, so that a layout with sections keeps what was estimated.
-    """
-    if candidate.plan.sections:
-        assert candidate.found is not None
-        return round(candidate.found.peak)
-    state, _ = resolve_without_ranks(training.model, candidate.plan, training.mixed_precision, num_ranks)
-    number = recipe.train.packs_per_step // state.size("dp")
-    at_once = min(number, 2 * state.size("pp"))  # with more micro-batches no more are alive
-    ends = sorted({0, num_ranks - 1} if state.size("pp") > 1 else {0})
-    return max(predict_rank(training, candidate.plan, num_ranks, at_once, rank).peak for rank in ends)
-
-
-def _fits_nowhere(what: _What, recipe: Recipe, num_ranks: int, device: Device, found: Search) -> str:
+def _fits_nowhere(planner: Planner, num_ranks: int, packs_per_step: int, device: Device, found: Search) -> str:
     """Why no layout fits; if memory binds, the least number of devices that would do."""
     if not found.rejected:
         reasons = sorted({one.reason for one in found.refused})
         return f"no layout of {num_ranks} devices is possible: {'; '.join(reasons[:3])}"
-    smallest = min(found.rejected, key=lambda one: one.found.peak)  # type: ignore[union-attr]
+    smallest = min(found.rejected, key=lambda one: one.peak)
     words = f"no layout fits {num_ranks} x {device.name}; the smallest, {smallest}, needs {smallest.reason}"
+    most = num_ranks if device.name == MEASURED else _MOST_RANKS  # ranks share the one CPU
     more = num_ranks
-    while (more := 2 * more) <= _MOST_RANKS:
-        whole = recipe.model_copy(update={"train": recipe.train.model_copy(update={"packs_per_step": more})})
-        if _planner(what, whole, more, device).search().fitting:
-            return f"{words}; {more} would do (with train.packs_per_step {more})"
-    return f"{words}; no number up to {_MOST_RANKS} would do: use devices with more memory, or shorter packs"
+    while (more := 2 * more) <= most:
+        packs = -(-packs_per_step // more) * more
+        if planner.on(more, packs).search().fitting:
+            return f"{words}; {more} would do (with train.packs_per_step {packs})"
+    return f"{words}; no number up to {most} would do: use devices with more memory, or shorter packs"

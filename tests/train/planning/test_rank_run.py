@@ -1,14 +1,23 @@
+import sys
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from omnitrain.ops.rank_meter import Collective, Op
+from omnitrain.parallel.fake_world import fake_world
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.recipe import parse_layout
 from omnitrain.train.planning.rank_run import ActionRun, predict_rank
 from tests.train.planning import planned
 from tests.train.planning.planned import EXPERTS, FOUNDATION, IMAGES
+
+
+def test_a_fake_world_leaves_the_words_of_errors_as_they_are() -> None:
+    before = sys.excepthook
+    with fake_world(2):
+        assert sys.excepthook is before
+    assert sys.excepthook is before
 
 
 def sent_and_multiplied(run: ActionRun) -> tuple[Counter[Collective], int]:

@@ -1,7 +1,10 @@
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
@@ -9,16 +12,18 @@ from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.plan.tables import ItemFacts, MicroBatchFacts
 from omnitrain.recipe import Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import FOUNDATION as NAME
-from omnitrain.recipe.parallel import ComponentPlan
-from omnitrain.train.planning import search
+from omnitrain.recipe.parallel import ComponentPlan, Section
+from omnitrain.recipe.plan_groups import PipelineSchedule
+from omnitrain.train.planning import devices, search
 from omnitrain.train.planning.cells import Cell, CountedPart, Work
-from omnitrain.train.planning.devices import Device, find_device
+from omnitrain.train.planning.devices import MEASURED, Device, find_device
 from omnitrain.train.planning.encoding import Encoding, count_encoder
 from omnitrain.train.planning.estimate import Estimate
-from omnitrain.train.planning.rank_run import Training
+from omnitrain.train.planning.rank_run import Training, predict_rank
 from omnitrain.train.planning.search import Candidate, Planner, Search, text_pack
 from tests.tiny import SIGLIP
-from tests.train.planning.planned import EXPERTS, FOUNDATION
+from tests.train.planning import planned
+from tests.train.planning.planned import EXPERTS, FOUNDATION, IMAGES
 
 ENCODER = "image_encoder"
 TOKENS = 256
@@ -28,14 +33,15 @@ REPEATED = {"none": 2.0, "selective": 2.2, "full": 3.0}
 
 
 @cache
-def training() -> Training:
+def training(has_experts: bool = False) -> Training:
     encoders = {ENCODER: {"tower": {"config": SIGLIP}, "projector": {"kind": "pixel_shuffle"}}}
-    model: OmniModel = build_omni_model(foundation=dict(FOUNDATION), encoders=encoders, init_device="meta").train()
+    foundation = FOUNDATION | (EXPERTS if has_experts else {})
+    model: OmniModel = build_omni_model(foundation=foundation, encoders=encoders, init_device="meta").train()
     return Training(model, Optimizer(), True, text_pack(model, [TOKENS]))
 
 
-def counted(_: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
-    """A cell whose blocks compute 1 TFLOP, and exchange as much as blocks do."""
+def counted(trained: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
+    """A cell whose blocks compute 1 TFLOP, and exchange as much as blocks do; experts are read in each pass."""
     own = plan.of(NAME)
     tp, mode = own.tp or 1, own.memory.mode
     shards = num_ranks // tp
@@ -45,37 +51,55 @@ def counted(_: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
         sent = {**sent, Collective("all_reduce", 4_000_000, tuple(range(tp)), True): 2}
     forward: Work = {Op(int(1e12 / tp), 1000, 2048 // tp): 1, Op(0, int(1e8 / tp)): 3, **sent}
     backward: Work = {Op(int(REPEATED[mode] * 1e12 / tp), 1000, 2048 // tp): 1, **sent}
+    if trained is training(True):
+        read = Op(0, int(4e9 / tp / (own.ep or 1)))
+        forward, backward = {**forward, read: 1}, {**backward, read: 2}
     weights = 4e7 / tp / shards
     block = CountedPart(weights, weights, 2 * weights, KEPT[mode] / tp, forward, backward)
-    return Cell((block,) * 4, replace(block, weights=weights + ENCODER_BYTES / shards, kept=1e6 / tp), 1e6, shards)
+    encoder = encoded().part
+    sizes = {"weights": weights + encoder.weights / shards, "optimizer": 2 * weights + encoder.optimizer / shards}
+    return Cell((block,) * 4, replace(block, **sizes, kept=1e6 / tp), 1e6, shards)
 
 
 def encoded(*_: object) -> Encoding:
     forward: Work = {Op(10**12, 1000, 1024): 1}
     backward: Work = {Op(2 * 10**12, 1000, 1024): 1}
     part = CountedPart(ENCODER_BYTES, 1e7, 2e7, 1e6, forward, backward)
-    return Encoding(part, 1000, 10_000, ItemFacts(4, 1000, 0, 1000))
+    return Encoding(part, 1000, 10_000)
 
 
-def planner(monkeypatch: pytest.MonkeyPatch, device: Device, elements: int, num_ranks: int = 8) -> Planner:
+def planner(
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    elements: int,
+    num_ranks: int = 8,
+    *,
+    has_experts: bool = False,
+    plan: ParallelPlan | None = None,
+) -> Planner:
     monkeypatch.setattr(search, "count_cell", counted)
     monkeypatch.setattr(search, "count_encoder", encoded)
     item = ItemFacts(4, elements, 0, elements)
     numbers = (1, 7) if elements else (0,)
     drawn = [MicroBatchFacts({"text": TOKENS}, (TOKENS,), {ENCODER: (item,) * number}) for number in numbers]
-    return Planner(training(), ParallelPlan(), device, num_ranks, 24, drawn)
+    return Planner(training(has_experts), plan or ParallelPlan(), device, num_ranks, 24, drawn)
 
 
 @pytest.mark.parametrize(
-    ("elements", "per_node", "link"),
-    [(0, 2, 1e9), (300, 1, 4.5e11)],
-    ids=["text", "images"],
+    ("elements", "per_node", "link", "more"),
+    [
+        (0, 2, 1e9, {}),
+        (300, 1, 4.5e11, {}),
+        (0, 2, 1e9, {"num_ranks": 4, "has_experts": True}),
+    ],
+    ids=["text", "images", "experts"],
 )
 def test_the_joint_search_finds_the_best_of_all_layouts_and_estimates_fewer(
-    monkeypatch: pytest.MonkeyPatch, elements: int, per_node: int, link: float
+    monkeypatch: pytest.MonkeyPatch, elements: int, per_node: int, link: float, more: dict[str, Any]
 ) -> None:
-    device = replace(find_device("h100", per_node=per_node, memory=1.5e8), link=link)
-    plan = planner(monkeypatch, device, elements)
+    num_ranks = more.get("num_ranks", 8)
+    device = replace(find_device("h100", per_node=per_node, memory=1.2e9 / num_ranks), link=link)
+    plan = planner(monkeypatch, device, elements, **more)
     candidates = [*plan.of_sequence(1)]
     everything = [plan.judge(candidate) for candidate in candidates]
     fitting = [one for one in everything if one.found and not one.reason]
@@ -94,12 +118,79 @@ def test_the_joint_search_finds_the_best_of_all_layouts_and_estimates_fewer(
     assert sum(map(len, vars(found).values())) == len(candidates)
 
 
+def test_only_1f1b_and_gpipe_have_to_wait_for_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds = []
+    for kind in ("1f1b", "zbv"):
+        schedule = ParallelPlan(components={NAME: ComponentPlan(pp=2, schedule=PipelineSchedule(kind=kind))})
+        plan = planner(monkeypatch, find_device("h100"), 0, plan=schedule)
+        candidate = plan.own()
+        bound, found = plan.bound(candidate), plan.judge(candidate).found
+        assert isinstance(bound, Estimate) and found is not None and bound.seconds <= found.seconds
+        bounds.append(bound.seconds)
+    number = 6  # 24 packs on 4 data-parallel ranks; the two stages of a rank share the work, or of two ranks
+    assert bounds[0] / bounds[1] == pytest.approx(2 / (number * (1 - (1 - 1 / number) ** 2)))
+
+
+def test_a_layout_that_does_not_fit_in_the_real_build_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planner(monkeypatch, find_device("h100", memory=1e9), 0)
+    first, second = plan.search(2).fitting[:2]
+    sizes = {str(first): 2e9, str(second): 9e8}
+
+    def built(_: Training, wanted: ParallelPlan, *__: object) -> SimpleNamespace:
+        return SimpleNamespace(peak=next((sizes[str(one)] for one in (first, second) if one.plan == wanted), 1e8))
+
+    monkeypatch.setattr(search, "predict_rank", built)
+    found = plan.search(1, is_counted=True)
+    assert str(found.fitting[0]) == str(second) and found.fitting[0].peak == 9e8
+    assert [(str(one), one.reason) for one in found.rejected] == [(str(first), "memory: 1.86 of 0.885 GiB")]
+
+
+def test_ranks_of_sections_of_the_plan_are_not_given_to_the_foundation(monkeypatch: pytest.MonkeyPatch) -> None:
+    sections = ParallelPlan(sections={"encoders": Section(components=[ENCODER], ranks=2)})
+    plan = planner(monkeypatch, find_device("h100"), 300, plan=sections)
+    assert {str(one) for one in plan.of_sequence(1) if not one.plan.of(NAME).pp} >= {"dp6", "tp2"}
+    cp = planner(monkeypatch, find_device("h100"), 0, plan=ParallelPlan(default=ComponentPlan(cp=2)))
+    assert str(cp.own()) == "cp2" and {one.degrees.get("cp") for one in cp.of_sequence(1)} == {2}
+
+
+def test_ranks_share_the_cpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_cores", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    cpu = replace(find_device("h100"), name=MEASURED)
+    shared = [(one.flops / cpu.flops, one.memory / cpu.memory) for one in map(cpu.shared_by, (1, 2, 4))]
+    assert shared == [(1, 1), (1, 1 / 2), (1 / 2, 1 / 4)]
+    assert find_device("h100").shared_by(4) == find_device("h100")
+
+
+def test_the_state_of_an_encoder_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planner(monkeypatch, find_device("h100"), 300)
+    estimated = plan.judge(Candidate({}, ParallelPlan())).found
+    assert estimated is not None
+    part, rest = encoded().part, 5 * 4e7  # of the foundation: four blocks and its ends
+    expected = {
+        "weights": part.weights + rest,
+        "gradients": part.gradients + rest,
+        "optimizer": part.optimizer + 2 * rest,
+    }
+    assert {cause: estimated.memory[cause] for cause in expected} == {c: size / 8 for c, size in expected.items()}
+
+
+@pytest.mark.slow
+def test_weights_gradients_and_state_are_those_of_the_real_build() -> None:
+    trained = planned.training(IMAGES)
+    plan = Planner(trained, ParallelPlan(), find_device("h100"), 2, 2)
+    estimated, built = plan.judge(plan.own()).found, predict_rank(trained, ParallelPlan(), 2, 1)
+    assert estimated is not None
+    for cause in ("weights", "gradients", "optimizer"):
+        assert estimated.memory[cause] == pytest.approx(getattr(built, cause), rel=0.001)
+
+
 def test_an_encoder_is_counted_for_its_smallest_items() -> None:
     found = count_encoder(training(), ParallelPlan(), ENCODER)
     sizes = [parameter.numel() for _, parameter in training().model.components[ENCODER].items()]
-    assert (found.part.weights, found.part.gradients, found.part.optimizer) == tuple(n * sum(sizes) for n in (4, 4, 8))
-    number = found.elements // found.item.elements
-    assert found.feature_bytes == number * found.item.num_tokens * 2 * FOUNDATION["hidden_size"]  # in bf16
+    assert (found.part.weights, found.part.gradients) == (4 * sum(sizes), 4 * sum(sizes))
+    assert found.part.optimizer == pytest.approx(8 * sum(sizes), rel=0.01)  # two moments of AdamW
+    assert found.feature_bytes == 128 * 2 * FOUNDATION["hidden_size"]  # in bf16
     forward, backward = (
         sum(one.flops * times for one, times in work.items() if isinstance(one, Op))
         for work in (found.part.forward, found.part.backward)

@@ -1,16 +1,30 @@
 import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
 
 from omnitrain.cli.main import app
-from omnitrain.recipe import Recipe
+from omnitrain.errors import RecipeError, UserError
+from omnitrain.parallel.state import init_state_of
+from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.yaml_text import parse_yaml, with_node
+from omnitrain.train.launch import launch
 from omnitrain.train.metrics.flops import of_data_sheet
 from omnitrain.train.planning.devices import DEVICES
+from omnitrain.train.planning.estimate import Estimate
+from omnitrain.train.planning.search import Candidate
+from omnitrain.train.verbs import plan as plan_verb
+from omnitrain.train.verbs.plan import Planned
+from tests.tiny import tiny_recipe
 
 RECIPE = """\
 # mine
@@ -73,13 +87,14 @@ def test_a_plan_says_how_many_devices_a_model_needs_that_does_not_fit(recipe: Pa
         ("--memory 0GiB", "--memory 0GiB: expected a number above 0"),
         pytest.param(
             "--gpus 64 train.packs_per_step=3",
-            "no layout of 64 devices is possible: 3 packs of a step on 16 ",
+            "no layout of 64 devices is possible: train.packs_per_step: found 3; expected a multiple of ",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "--gpus 2 parallel.default.dp_shard=4", "no layout of 2 devices is possible: ", marks=pytest.mark.slow
         ),
         ("train.step=3", "train.step: unknown key"),
+        ("--json no/plan.json", "--json no/plan.json: no is not a writable folder"),
         ("model.foundation.config.model_type=qwen33", "found 'qwen33'; expected a model type"),
     ],
 )
@@ -110,6 +125,103 @@ def test_a_node_of_a_recipe_is_written_and_all_else_stays(text: str) -> None:
     assert [line for line in text.splitlines() if line.startswith("#")] == [
         line for line in found.splitlines() if line.startswith("#")
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["{a: 1, parallel: {b: 1}}\n", "a: 1\n...\n", '{"a": 1}', "parallel: &x {b: 1}\na: *x\n"]
+)
+def test_a_file_in_which_a_node_has_no_lines_of_its_own_is_not_written(recipe: Path, text: str) -> None:
+    with pytest.raises(RecipeError, match="cannot replace `parallel` in this file"):
+        with_node(text, "parallel", {"x": 1})
+
+
+def test_a_recipe_in_one_line_is_refused_before_the_search_and_stays(recipe: Path) -> None:
+    as_json = json.dumps(parse_yaml(recipe.read_text(), ""))
+    recipe.write_text(as_json)
+    refused = call("--apply")
+    assert refused.exit_code == 2 and "--apply: mine.yaml: cannot replace `parallel`" in refused.stderr
+    assert recipe.read_text() == as_json
+
+
+def check(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["check", "mine.yaml", "--no-tokenizer", *arguments])
+
+
+def test_a_check_for_a_device_speaks_of_its_own_options(recipe: Path) -> None:
+    unknown = check("--device", "h10")
+    assert unknown.exit_code == 2 and unknown.stderr.startswith("omnitrain: --device h10: unknown")
+    nodes = check("--device", "h100", "--nproc", "12")
+    assert nodes.exit_code == 2
+    assert nodes.stderr == "omnitrain: --nproc 12: found nodes of 8 devices; expected a multiple of 8\n"
+    packs = check("--device", "h100", "--nproc", "8")
+    assert packs.exit_code == 2
+    words = "train.packs_per_step: found 4; expected a multiple of the 8 data-parallel ranks"
+    assert packs.stderr == f"omnitrain: {words}\n"
+
+
+def test_a_step_that_counts_samples_has_as_many_packs_of_one_text(recipe: Path) -> None:
+    counted = check("--device", "h100", "--nproc", "8", "train.packs_per_step=1", "train.samples_per_step=12")
+    assert counted.exit_code == 2
+    assert "train.packs_per_step: found 12; expected a multiple of the 8 data-parallel ranks" in counted.stderr
+
+
+@pytest.mark.slow
+def test_a_check_without_a_number_of_ranks_plans_for_one_that_fits(recipe: Path) -> None:
+    found = check("--device", "h100", "parallel.default.dp_shard=2")
+    assert "\n2 x h100, dp2: a step takes " in found.output, found.output
+
+
+def test_tables_of_layouts_are_whole_at_120_columns() -> None:
+    words = "tp8 cp2 ulysses8 pp16 ep128 recompute-selective +section64"
+    plan = Candidate({word: word for word in words.split()}, ParallelPlan())
+    causes = ("bubble", "exchanges", "weights", "encoders", "sections")
+    sizes = dict.fromkeys(("weights", "gradients", "optimizer", "activations", "features", "buffers"), 12.34 * 2**30)
+    estimated = replace(plan, found=Estimate(1234.5, dict.fromkeys(causes, 0.1234), sizes, 10**9))
+    console = Console(width=120, record=True, file=StringIO())
+    console.print(Planned(64, DEVICES["h100"], (estimated,), {}, 1e18, "packs"), soft_wrap=True)
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= 120
+    assert all(cause in text for cause in (*causes, *sizes, "1.23e+03 s", "12.3%"))
+
+
+def test_auto_is_short_for_a_plan_that_no_rank_starts_with(recipe: Path) -> None:
+    plan = Recipe.load("mine.yaml", ["parallel=auto"]).parallel
+    assert plan == ParallelPlan(auto=True)
+    with pytest.raises(UserError, match=r"parallel\.auto: a layout is chosen before ranks start"):
+        init_state_of(plan)
+
+
+def test_ranks_of_a_run_start_with_the_layout_that_was_chosen(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ParallelPlan(components={"foundation": ComponentPlan(tp=2)})
+    best = replace(Candidate({"tp": 2}, chosen), found=Estimate(0.5), counted=2**30)
+    commands: list[list[str]] = []
+
+    def launched(arguments: Callable[[], list[str]], nproc: int, **_: object) -> int:
+        commands.append(arguments())
+        return 0
+
+    monkeypatch.setattr(plan_verb, "plan_recipe", lambda *_, **__: Planned(2, DEVICES["h100"], (best,), {}, 1, ""))
+    monkeypatch.setattr(launch, "launch_with_restarts", launched)
+    found = CliRunner().invoke(app, ["run", "mine.yaml", "parallel=auto", "--nproc", "2"])
+    assert found.exit_code == 0, found.output
+    assert "parallel.auto: the layout is tp2, about 0.5 s a step and 1 GiB" in found.output
+    overrides = commands[0][commands[0].index("mine.yaml") + 1 :]
+    assert Recipe.load("mine.yaml", overrides).parallel == chosen
+
+
+@pytest.mark.slow
+def test_a_run_chooses_a_layout_and_keeps_it_when_it_continues(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, text_only=True, packs_per_step=4)
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "omnitrain", "run", str(recipe), "parallel=auto", "--nproc", "2", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
+
+    assert "parallel.auto: the layout is " in run("train.steps=2")
+    plan = Recipe.load(tmp_path / "run" / "recipe.yaml").parallel
+    assert plan not in (ParallelPlan(), ParallelPlan(auto=True))
+    assert f"the layout is as {tmp_path / 'run'} has it" in run("train.steps=3", "--resume")
+    assert Recipe.load(tmp_path / "run" / "recipe.yaml").parallel == plan
 
 
 @pytest.mark.parametrize("name", ["A100", "H100", "H200", "B200"])
