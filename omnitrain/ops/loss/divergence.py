@@ -92,7 +92,7 @@ def linear_divergence(
     if chunk_elements is None:
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + states.itemsize)
     chunk_rows = max(1, chunk_elements // len(weight))
-    ranks = _Ranks(group, len(weight), taught.classes)
+    ranks = _SharedClasses(group, len(weight), taught.classes)
     buffer = states.new_empty(min(len(states), chunk_rows), len(layer))
     block_rows = max(1, _BLOCK_BYTES[hidden.device.type] // (4 * len(weight)))
     found: list[Tensor] = []
@@ -114,7 +114,7 @@ def linear_divergence(
 
 
 @dataclass(frozen=True)
-class _Ranks:
+class _SharedClasses:
     """The ranks that share the classes: ``width`` each, of which the first ``classes`` of all take part."""
 
     group: dist.ProcessGroup | None
@@ -137,7 +137,7 @@ class _Ranks:
 
 
 def _diverge(
-    student: Tensor, teacher: Tensor, how: Divergence, ranks: _Ranks, with_gradient: bool
+    student: Tensor, teacher: Tensor, how: Divergence, ranks: _SharedClasses, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of logits ``[n, width]`` of a rank: losses ``[n]``, the student's gradient, and :data:`METRICS` ``[3, n]``."""
     q, p = (ranks.scaled(logits, how.temperature) for logits in (student, teacher))
@@ -164,7 +164,7 @@ def _diverge(
 
 
 def _of_top_classes(
-    log_q: Tensor, log_p: Tensor, probability: Tensor, k: int, point: _Point, ranks: _Ranks
+    log_q: Tensor, log_p: Tensor, probability: Tensor, k: int, point: _Point, ranks: _SharedClasses
 ) -> tuple[Tensor, Tensor]:
     """Losses and gradient over the teacher's ``k`` most likely classes, and all others as one."""
     own_p, at = log_p.topk(min(k, ranks.width))
