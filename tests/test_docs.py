@@ -187,6 +187,28 @@ def test_the_figures_of_the_page_of_benchmarks_are_those_of_the_last_runs() -> N
     ]
 
 
+WRITTEN = {
+    "image_codes": "images in codes",
+    "image_flow_head": "images, flow head",
+    "image_in_context": "images in context",
+    "film_flow_head": "films, flow head",
+    "film_in_context": "films in context",
+}
+
+
+def test_the_figures_of_what_small_models_write_are_those_of_the_last_runs() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "any_to_any.json").read_text())
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    table = page.split("| what is written | seeds | right, guided | unguided | minutes |")[1].split("\n\n")[0]
+    assert table.splitlines()[2:] == [
+        f"| {words} | {len(result['rounds'][f'{name} guided'])} | {100 * figure('any_to_any', f'{name} guided'):.1f} % "
+        f"| {100 * figure('any_to_any', f'{name} unguided'):.1f} % "
+        f"| {figure('any_to_any', f'{name} seconds') / 60:.0f} |"
+        for name, words in WRITTEN.items()
+        if f"{name} guided" in result["figures"]
+    ]
+
+
 def test_the_figures_of_the_page_of_sections_are_those_of_the_last_run() -> None:
     figures = json.loads((ROOT / "benchmarks" / "results" / "sections.json").read_text())["figures"]
     page = (ROOT / "docs" / "sections.md").read_text()

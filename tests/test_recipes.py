@@ -27,6 +27,7 @@ from tests.families import FAMILIES
 from tests.models.decoders.test_decoders import AUDIO_TOKENIZERS, IMAGE_TOKENIZERS
 from tests.models.encoders.test_waveforms import TOWERS as SPEECH_TOWERS
 from tests.models.test_janus import hf_processor, janus
+from tests.test_recipes_of_published_models import MODELS
 from tests.tiny import EXTRACTOR, FOUNDATION, SIGLIP, WHISPER, tiny_row, tiny_tokenizer, write_parquet
 from tests.tiny_processors import llava, qwen3_vl
 
@@ -536,5 +537,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here |= {"overlapped_experts", "separate_encoder", "vision_section", "media_section", "preemptible"}
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
-    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video"}
+    run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video", "deepseek_v3", *MODELS}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -30,33 +30,20 @@ from omnitrain.torch_private import (
 
 
 class Op(NamedTuple):
-    """Operations of equal cost on one device.
+    """Operations of equal cost on one device."""
 
-    Attributes:
-        flops: of a product of matrices, or of attention; 0: the operation is bound by memory.
-        num_bytes: that it reads and writes.
-        width: of a product: its shortest side, on which its efficiency depends.
-    """
-
-    flops: int
-    num_bytes: int
-    width: int = 0
+    flops: int  # of a product of matrices, or of attention; 0: the operation is bound by memory
+    num_bytes: int  # that it reads and writes
+    width: int = 0  # of a product: its shortest side, on which its efficiency depends
 
 
 class Collective(NamedTuple):
-    """Collectives of equal cost.
+    """Collectives of equal cost."""
 
-    Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast`` or ``send``.
-        num_bytes: of the whole tensor: gathered, before the scatter, reduced; of what this rank sends to all.
-        ranks: global ranks of the group.
-        is_waited_for: whether the compute stream waits for it at once; FSDP's gathers and reductions run beside it.
-    """
-
-    kind: str
-    num_bytes: int
-    ranks: tuple[int, ...]
-    is_waited_for: bool
+    kind: str  # `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast` or `send`
+    num_bytes: int  # of the whole tensor: gathered, before the scatter, reduced; of what this rank sends to all
+    ranks: tuple[int, ...]  # global ranks of the group
+    is_waited_for: bool  # whether the compute stream waits for it at once; FSDP's run beside it
 
 
 class Mark(NamedTuple):

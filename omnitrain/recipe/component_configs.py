@@ -36,17 +36,13 @@ class JoinedTowersConfig(PreTrainedConfig):
 
 
 class VisionEncoderConfig(PreTrainedConfig):
-    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts.
-
-    Attributes:
-        more_processors: of joined towers, the image processors of all but the first one.
-    """
+    """Config of ``VisionEncoder``: of the HF tower, its image processor and the projector, as dicts."""
 
     model_type = "omnitrain_vision_encoder"
 
     tower: dict | None = None
     processor: dict | None = None
-    more_processors: list | None = None
+    more_processors: list | None = None  # of joined towers, the image processors of all but the first one
     projector: dict | None = None
     hidden_size: int = 0  # the foundation's
     max_frames: int = 32  # of a video
@@ -99,48 +95,32 @@ class TokenDecoderConfig(PreTrainedConfig):
     of_foundation: dict | None = None
 
 
-class FlowDecoderConfig(PreTrainedConfig):
-    """Config of ``FlowDecoder``: of the model that makes latents of media, as a dict.
+class _LatentDecoderConfig(PreTrainedConfig):
+    """Config of a decoder that makes latents of media; ``tokenizer``: of the model that makes them, as a dict."""
 
-    Attributes:
-        hidden_size: hidden size of the foundation.
-        image_size: side of target images, pixels.
-        num_frames: of target films, whose frames are images of ``image_size``; None: no films.
-        fps: frames per second of generated films.
-        patch_size: side of the square of latents that is one token.
-        width: of the velocity network.
-        depth: its number of blocks.
-        num_steps: steps of the integration from noise to a latent.
-        initializer_range: standard deviation of the fresh weights.
-    """
+    tokenizer: dict | None = None
+    hidden_size: int = 0  # hidden size of the foundation
+    image_size: int | None = None  # side of target images, pixels
+    num_frames: int | None = None  # of target films, whose frames are images of `image_size`; None: no films
+    fps: float = 8.0  # frames per second of generated films
+    patch_size: int = 1  # side of the square of latents that is one token
+    num_steps: int = 16  # steps of the integration from noise to a latent
+    initializer_range: float = 0.02  # standard deviation of the fresh weights
+
+
+class FlowDecoderConfig(_LatentDecoderConfig):
+    """Config of ``FlowDecoder``."""
 
     model_type = "omnitrain_flow_decoder"
 
-    tokenizer: dict | None = None
-    hidden_size: int = 0
-    image_size: int | None = None
-    num_frames: int | None = None
-    fps: float = 8.0
-    patch_size: int = 1
-    width: int = 256
-    depth: int = 3
-    num_steps: int = 16
-    initializer_range: float = 0.02
+    width: int = 256  # of the velocity network
+    depth: int = 3  # its number of blocks
 
 
-class InContextDecoderConfig(PreTrainedConfig):
-    """Config of ``InContextDecoder``; attributes as in :class:`FlowDecoderConfig`."""
+class InContextDecoderConfig(_LatentDecoderConfig):
+    """Config of ``InContextDecoder``."""
 
     model_type = "omnitrain_in_context_decoder"
-
-    tokenizer: dict | None = None
-    hidden_size: int = 0
-    image_size: int | None = None
-    num_frames: int | None = None
-    fps: float = 8.0
-    patch_size: int = 1
-    num_steps: int = 16
-    initializer_range: float = 0.02
 
 
 class PatchCodecConfig(PreTrainedConfig):

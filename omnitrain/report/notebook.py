@@ -10,7 +10,7 @@ from omnitrain.models.omni.summary import component_rows
 from omnitrain.parallel.layout import LAYOUT_COLUMNS, LAYOUT_TITLE, LayoutTable, ModelLayout
 from omnitrain.recipe import ParallelPlan
 from omnitrain.report.html import part_of_notebook, rendered, table
-from omnitrain.report.svg import mesh_picture
+from omnitrain.report.mesh import mesh_picture
 
 _OF_PLAN = ("component", "section", "mode", "mesh", "units", "recompute", "offload", "sequence")
 

@@ -1,4 +1,4 @@
-"""Pictures as SVG: curves over steps, bars, histograms, boxes. They take the colours of the page around them."""
+"""Pictures as SVG: curves over steps, bars, histograms. They take the colours of the page around them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from omnitrain.plan.mesh import DENSE_AXES, MeshShape
-from omnitrain.report.html import NUM_COLORS, rendered, tag
+from omnitrain.report.html import NUM_COLORS, tag
 
 Line = Mapping[str, Any]  # of metrics
 Points = list[tuple[int, float | None]]  # step, value; None is a gap
@@ -247,80 +246,3 @@ def draw_histogram(edges: Sequence[float], counts: Mapping[str, Sequence[int]], 
         parts.append(tag("path", d="".join(boxes), fill=color(index), stroke=BACK))
         below = [low + count for low, count in zip(below, of_name, strict=True)]
     return picture(_WIDTH, _HEIGHT, title, parts)
-
-
-_RANK_WIDTH, _RANK_HEIGHT = 44, 22  # of a rank
-_TITLE, _PAD = 17, 5  # above and around what is inside of a frame
-_DRAWN = 64  # ranks of a section; of more, the first ones along the outer axes stand for all
-_NAMES = {"sp": "ulysses"}  # the recipe's word for an axis
-
-Axis = tuple[str, int]
-
-
-def mesh_picture(section: Mapping[str, Any], index: int) -> Markup:
-    """Return a picture of a section (of ``layout.json``) as HTML; ``index``: of its first colour."""
-    axes: list[Axis] = [(axis, section["axes"][axis]) for axis in DENSE_AXES if section["axes"][axis] > 1]
-    drawn, mesh = _cut(axes), MeshShape(**section["axes"], ep=section["ep"])
-    experts, stages = mesh.ranks_in("ep"), mesh.ranks_in("pp")
-
-    def boxes(axes_here: Sequence[Axis], rank: int, x: float, y: float) -> Iterator[Markup]:
-        """Frames of the outermost axis with their content; ``rank``: the first one, counted in the section."""
-        if not axes_here:
-            yield tag(
-                "rect",
-                x=x,
-                y=y,
-                width=_RANK_WIDTH,
-                height=_RANK_HEIGHT,
-                fill=color(index + int(stages[rank])),
-                stroke=BACK,
-            )
-            words = f"{section['first_rank'] + rank}" + (f", ep {experts[rank]}" if mesh.ep > 1 else "")
-            yield words_at(x + _RANK_WIDTH / 2, y + _RANK_HEIGHT / 2 + 3, words, "middle", fill=BACK)
-            return
-        (name, size), inner = axes_here[0], axes_here[1:]
-        width, height = _framed(inner)
-        apart = _count([axis for axis in axes if DENSE_AXES.index(axis[0]) > DENSE_AXES.index(name)])
-        for i in range(size):
-            left, top = (x + i * width, y) if _is_across(axes_here) else (x, y + i * height)
-            frame = {"width": width - _PAD / 2, "height": height - _PAD / 2, "fill": "none", "stroke": "currentColor"}
-            yield tag("rect", x=left, y=top, stroke_width=0.7, **frame)
-            yield words_at(left + 4, top + 11, f"{_NAMES.get(name, name)} {i}")
-            yield from boxes(inner, rank + i * apart, left + _PAD, top + _TITLE)
-
-    width, height = (size + 2 * _PAD for size in _size(drawn))
-    title = f"{section['name']}: {mesh} ({', '.join(section['components'])})"
-    svg = picture(width, height, title, boxes(drawn, 0, _PAD, _PAD))
-    return rendered("mesh.html", title=title, svg=svg, width=width, mesh=mesh, num_drawn=_count(drawn))
-
-
-def _cut(axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes to draw: without outer ones, and with fewer of the next, where there are too many ranks."""
-    for index, (name, size) in enumerate(axes):
-        inner = _count(axes[index + 1 :])
-        if inner < _DRAWN:
-            return [(name, min(size, _DRAWN // inner)), *axes[index + 1 :]]
-    return []
-
-
-def _count(axes: Sequence[Axis]) -> int:
-    return MeshShape(**dict(axes)).world_size
-
-
-def _is_across(axes: Sequence[Axis]) -> bool:
-    """Whether the outermost of these axes goes from left to right: stages do, and otherwise axes take turns."""
-    return axes[0][0] == "pp" or len(axes) % 2 == 1
-
-
-def _size(axes: Sequence[Axis]) -> tuple[float, float]:
-    """Width and height of everything inside of the outermost axis."""
-    if not axes:
-        return _RANK_WIDTH, _RANK_HEIGHT
-    width, height = _framed(axes[1:])
-    size = axes[0][1]
-    return (width * size, height) if _is_across(axes) else (width, height * size)
-
-
-def _framed(axes: Sequence[Axis]) -> tuple[float, float]:
-    width, height = _size(axes)
-    return width + 2 * _PAD, height + _PAD + _TITLE

@@ -15,8 +15,9 @@ from markupsafe import Markup
 from omnitrain.report import traced_steps
 from omnitrain.report.html import rendered, swatch, table, write_page
 from omnitrain.report.media import MediaBudget
+from omnitrain.report.mesh import mesh_picture
 from omnitrain.report.run_record import Line, RunRecord, read_runs
-from omnitrain.report.svg import Curve, Metrics, draw_curves, mesh_picture, styles
+from omnitrain.report.svg import Curve, Metrics, draw_curves, styles
 
 _EVALUATIONS = 6  # of a run: the first, the last, and some between
 _LETTERS = 1500  # of a text

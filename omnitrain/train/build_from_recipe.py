@@ -310,7 +310,7 @@ def _renderer(recipe: Recipe, model: OmniModel, attached: set[str]) -> tuple[Ren
     tokenizer = _tokenizer(recipe)
     if data.chat is None and tokenizer.chat_template:
         added = _add_tokens(tokenizer, start_tokens)
-        return TemplateRenderer(tokenizer, NativeInputs({}, refused=by_processor), starts=starts), added
+        return TemplateRenderer(tokenizer, NativeInputs(refused=by_processor), starts=starts), added
     added = _add_tokens(tokenizer, [starts.end, *start_tokens])
     return ChatRenderer(tokenizer, starts, refused=by_processor), added
 

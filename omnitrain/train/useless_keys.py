@@ -84,12 +84,12 @@ def _of_data(recipe: Recipe, model: OmniModel, processor: OmniProcessor) -> Iter
     if not processor.writers:
         why = "but no decoder writes media, and a sample without media in its answer loses nothing; remove it"
         yield from (Idle(f"data.condition_dropout.{key}", why) for key in ("whole", "text", *MODALITIES))
-    for modality in set(MODALITIES) - {*processor.readers, *renderer.native_modalities}:
+    for modality in set(MODALITIES) - {*processor.readers, *renderer.native.modalities}:
         yield Idle(f"data.condition_dropout.{modality}", f"but the model reads no {modality}; remove it")
     for modality in set(MODALITIES) - processor.start_tokens.keys():
         yield Idle(f"data.chat.{modality}", f"but no attached encoder or decoder handles {modality}; remove it")
-    yield from _of_hf_processor(renderer.native_modalities)
-    if renderer.native_modalities:
+    yield from _of_hf_processor(renderer.native.modalities)
+    if renderer.native.modalities:
         yield Idle("model.tokenizer", "but the foundation's processor has its own tokenizer; remove it")
 
 

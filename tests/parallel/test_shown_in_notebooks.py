@@ -42,7 +42,7 @@ def shown() -> tuple[str, str]:
 
 def test_a_layout_shows_its_ranks_and_components(ranks: RankPool) -> None:
     layout, table = ranks.run(shown, timeout_s=60, world=2)[0]
-    assert layout.count("<svg") == 1 and "dp_shard 2" in layout
+    assert layout.count('class="rank"') == 2 and "dp_shard 2" in layout
     rows = {row[0]: row for row in cells(layout)}
     assert rows["component"][:4] == ["component", "mode", "mesh", "units"] and "parameters" not in rows["component"]
     assert rows["image_encoder"][1:3] == ["replicate", "2 x 1"] and rows["foundation"][1:3] == ["fsdp2", "1 x 2"]

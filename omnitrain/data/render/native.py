@@ -15,7 +15,7 @@ from omnitrain.data.packing.sample import Grid
 class NativeInputs:
     """How a foundation reads its native media."""
 
-    placeholders: Mapping[str, int]  # modality -> id of its placeholder token
+    placeholders: Mapping[str, int] = field(default_factory=dict)  # modality -> id of its placeholder token
     token_inputs: tuple[str, ...] = ()  # names of the foundation's per-token arguments that every sample must have
     # (input_ids, token_inputs, modality -> features of each item, audio_in_video=...) -> position_ids, ``[T]`` or
     # ``[axes, T]`` int64, as many axes for all samples; None: 0, 1, 2, ...
@@ -31,6 +31,11 @@ class NativeInputs:
     written: frozenset[str] = frozenset()  # modalities that it writes, too: their codes are words of its vocabulary
     unwritten: Mapping[str, str] = field(default_factory=dict)  # modality that it could write, but not here -> why
     video_marks: tuple[int, int] | None = None  # ids around a video, if videos and images have one placeholder
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """The modalities that it reads."""
+        return self.in_forward | self.placeholders.keys()
 
     def without_forward(self, reasons: Mapping[str, str]) -> NativeInputs:
         """Return a copy that refuses some of the ``in_forward`` modalities. ``reasons``: modality -> why."""

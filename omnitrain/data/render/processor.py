@@ -55,7 +55,7 @@ class OmniProcessor:
         self.renderer, self.tokenizer, self.end_token = renderer, renderer.tokenizer, renderer.end_token
         self._media = AttachedMedia(readers, writers)
         self.readers, self.writers = self._media.readers, self._media.writers
-        for modality in sorted(renderer.native_modalities & set(self.readers)):
+        for modality in sorted(renderer.native.modalities & set(self.readers)):
             raise UserError(
                 f"model.encoders: {', '.join(self.readers[modality])} handles {modality}, and so does the foundation; "
                 "remove the encoder"
@@ -190,11 +190,11 @@ class OmniProcessor:
         return replace(sample, index=index, seed=None if for_generation else sample.seed)
 
     def _check_modalities(self, row: Row, parts: list[MediaPart]) -> None:
-        native, written = self.renderer.native_modalities, self.renderer.written_modalities
+        foundation = self.renderer.native
         for part in parts:
             if self._media.handles(part):
                 continue
-            if part.modality in (written if part.is_target else native):
+            if part.modality in (foundation.written if part.is_target else foundation.modalities):
                 if part.components is None:
                     continue
                 raise UserError(
@@ -202,13 +202,13 @@ class OmniProcessor:
                     "but no attached component is for it: the foundation is; remove the names"
                 )
             verb, kind = ("write", "decoders") if part.is_target else ("read", "encoders")
-            able = sorted({*self.writers, *written} if part.is_target else {*self.readers, *native})
-            of_foundation = self.renderer.unwritten_modalities if part.is_target else self.renderer.refused_modalities
-            refused = of_foundation.get(part.modality)
+            able = {*self.writers, *foundation.written} if part.is_target else {*self.readers, *foundation.modalities}
+            refused = (foundation.unwritten if part.is_target else foundation.refused).get(part.modality)
             why = f" (the foundation cannot {verb} it: {refused})" if refused else ""
             raise UserError(
                 f"row {row.id!r} of {row.source!r} asks the model to {verb} {part.modality}, but it can {verb} "
-                f"{able or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop these rows"
+                f"{sorted(able) or 'no media'}{why}; add a component for {part.modality} to model.{kind}, or drop "
+                "these rows"
             )
 
     def save_pretrained(self, folder: str | Path) -> None:

@@ -17,6 +17,7 @@ from omnitrain.data.chat.text_tokenizer import TextEncoder
 from omnitrain.data.packing.sample import Grid, MediaSpan, Sample
 from omnitrain.data.render.component_media import AttachedMedia
 from omnitrain.data.render.hf_visuals import FrameChoice
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.sources.media import MediaFile
 from omnitrain.data.sources.rows import Row
 from omnitrain.errors import UserError
@@ -29,10 +30,7 @@ class Renderer(ABC):
     tokenizer: PreTrainedTokenizerBase  # the text tokenizer
     chat: ChatFormat  # the format, or the start tokens of attached media
     end_token: int  # id of the token that ends an assistant's message
-    native_modalities: frozenset[str] = frozenset()  # modalities that the foundation reads natively
-    written_modalities: frozenset[str] = frozenset()  # those of them that it writes as words of its vocabulary
-    refused_modalities: Mapping[str, str]  # modality that the foundation could read, but not here -> why
-    unwritten_modalities: Mapping[str, str] = MappingProxyType({})  # the same of those that it could write
+    native: NativeInputs = NativeInputs()  # media of the foundation
     reads: frozenset[str] = frozenset()  # further keys of messages and parts that may change the text
 
     def start_token(self, key: str) -> int:
@@ -92,7 +90,7 @@ class ChatRenderer(Renderer):
     ) -> None:
         """Check that the end is one token; ``refused``: modality that other formats can have read -> why."""
         self.tokenizer, self.chat = tokenizer, chat
-        self.refused_modalities = dict(refused)  # a copy that can be pickled
+        self.native = NativeInputs(refused=dict(refused))  # a copy that can be pickled
         self.end_token = single_token(tokenizer, "end", chat.end)
         self._ids: dict[tuple[str, bool], list[int]] = {}
         fields = chat.model_dump(exclude={"separator", "starts"})

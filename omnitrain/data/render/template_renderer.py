@@ -72,19 +72,16 @@ class TemplateRenderer(Renderer):
             )
         has_template = getattr(processor, "chat_template", None)
         self.template = ChatTemplate(processor if has_template else self.tokenizer, self.tokenizer)
-        self.native = _without_unshown(processor, native or NativeInputs({}))
-        self.native_modalities = frozenset(self.native.placeholders) | self.native.in_forward
-        self.written_modalities, self.unwritten_modalities = self.native.written, self.native.unwritten
-        self.refused_modalities = self.native.refused
+        self.native = _without_unshown(processor, native or NativeInputs())
         self.reads = self.template.keys
         self.chat = starts or ChatFormat()
         self._settings: dict[str, Any] = {"arguments": dict(arguments or {}), "audio_in_video": audio_in_video}
         self._settings |= dict(zip(VISUAL_KEYS, (fps, max_frames, min_pixels, max_pixels), strict=True))
         self._expander = None
-        if self.native_modalities:
+        if self.native.modalities:
             self._expander = MediaExpander(
                 processor,
-                self.native_modalities,
+                self.native.modalities,
                 arguments=self._settings["arguments"],
                 audio_in_video=audio_in_video,
                 reading=Reading(fps, None, max_frames, min_pixels, max_pixels),

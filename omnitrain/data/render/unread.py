@@ -69,7 +69,7 @@ def _modalities(of_modality: Mapping[str, Iterable[str]]) -> dict[str, list[str]
 def _hidden(source: RowSource, processor: OmniProcessor) -> Iterator[str]:
     """Yield problems of a data set: media that no message shows, or messages that show media without files."""
     rows = [source.outline(position) for position in range(min(LOOKED_AT, len(source)))]
-    able = {*processor.readers, *processor.writers, *processor.renderer.native_modalities}
+    able = {*processor.readers, *processor.writers, *processor.renderer.native.modalities}
     shown = {modality for modality, _ in source.shown}
     for modality in MODALITIES:
         is_held = any(is_file(value) for row in rows for value in row.media[modality])

@@ -54,21 +54,13 @@ class MicroBatchWork:
 
 @dataclass(frozen=True)
 class EncodedPack:
-    """A micro-batch whose media are encoded: all that the foundation and the heads need.
+    """A micro-batch whose media are encoded: all that the foundation and the heads need."""
 
-    Attributes:
-        pack: the samples, long enough for all ranks that share them.
-        work: this rank's work in the micro-batch.
-        media: features for the foundation's input, for the tokens that are on this rank.
-        labels: decoder name -> ``[n, ...]``, of the whole pack.
-        idle: results of calls without data. They enter the loss with a factor of zero.
-    """
-
-    pack: Pack
+    pack: Pack  # the samples, long enough for all ranks that share them
     work: MicroBatchWork
-    media: EncodedMedia
-    labels: dict[str, Tensor]
-    idle: list[Tensor]
+    media: EncodedMedia  # features for the foundation's input, for the tokens that are on this rank
+    labels: dict[str, Tensor]  # decoder name -> `[n, ...]`, of the whole pack
+    idle: list[Tensor]  # results of calls without data; they enter the loss with a factor of zero
 
 
 def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:

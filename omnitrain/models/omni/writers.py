@@ -94,7 +94,7 @@ def writers_of(model: OmniModel, processor: OmniProcessor, size: str | None) -> 
     """Return the decoders by name, and :class:`ImageWords`, if the foundation has it, for images of ``size``."""
     hosts = [module for module in model.foundation.modules() if hasattr(module, _DECODE)]
     renderer = processor.renderer
-    if hosts and isinstance(renderer, TemplateRenderer) and "image" in renderer.written_modalities:
+    if hosts and isinstance(renderer, TemplateRenderer) and "image" in renderer.native.written:
         return {**model.decoders, WORDS: ImageWords(hosts[-1], renderer, size, model.device)}
     if size is not None:
         raise UserError(f"size {size!r}: the model writes no images as words of its text; leave it out")

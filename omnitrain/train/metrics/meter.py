@@ -56,8 +56,8 @@ class StopWatcher:
 
 
 def read_lines(file: Path, last_step: int) -> list[str]:
-    """Return the lines of a ``metrics.jsonl`` up to a step, without an incomplete last one; none without a file."""
-    whole = file.read_text().rpartition("\n")[0] if file.is_file() and last_step else ""
+    """Return the lines of a file up to a step, without a last one that a kill has cut; none without a file."""
+    whole = file.read_text().rpartition("\n")[0] if file.is_file() else ""
     return [line for line in whole.splitlines() if json.loads(line)["step"] <= last_step]
 
 

@@ -234,9 +234,7 @@ class RunFolder:
     def write_scores(self, scores: dict[str, Any]) -> Path:
         """Write ``eval.json``, and a line of ``evaluations.jsonl``, which has all evaluations by steps done."""
         history = self.path / "evaluations.jsonl"
-        # A kill may have cut the last line.
-        whole = history.read_text().rpartition("\n")[0] if history.is_file() else ""
-        kept = [line for line in whole.splitlines() if json.loads(line)["step"] < scores["step"]]
+        kept = read_lines(history, scores["step"] - 1)
         self._written(history.name, "".join(f"{line}\n" for line in [*kept, json.dumps(scores)]))
         return self._written("eval.json", json.dumps(scores, indent=2) + "\n")
 

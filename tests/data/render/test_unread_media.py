@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.unread import require_shown
 from omnitrain.data.sources.rows import open_sources
 from omnitrain.errors import UserError
@@ -42,7 +43,7 @@ def problems(
     native: Collection[str] = (),
     spared: Collection[str] = (),
 ) -> list[str]:
-    renderer = SimpleNamespace(native_modalities=frozenset(native))
+    renderer = SimpleNamespace(native=NativeInputs(dict.fromkeys(native, 0)))
     processor = SimpleNamespace(readers=dict(readers), writers=dict(writers), renderer=renderer)
     try:
         require_shown(open_sources(train), open_sources(heldout), processor, spared)

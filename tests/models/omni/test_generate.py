@@ -8,6 +8,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.media import Waveform
 from omnitrain.models.omni import generate as generation
@@ -176,7 +177,7 @@ def test_prompts_of_a_model_that_reads_by_itself_answer_together_as_alone(monkey
     both = pair_of(FAMILIES["glm4v"]())  # rows of images and videos have the same placeholder
     prompts = [probe.sample for probe in both.probes]
     assert {("image",), ("video",)} <= {probe.modalities for probe in both.probes}
-    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    renderer = SimpleNamespace(native=NativeInputs(), grid_positions=lambda grid: None)
     processor: Any = SimpleNamespace(
         start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
     )

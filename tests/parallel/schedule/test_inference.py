@@ -16,6 +16,7 @@ import torch.distributed as dist
 import yaml
 
 from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, open_sources
 from omnitrain.errors import UserError
@@ -55,7 +56,7 @@ def media_beside_text() -> tuple[OmniModel, Any, list[Sample]]:
     model = build_omni_model(foundation=qwen3_vl())
     probes = probe_samples(model.foundation, model.runner.native)
     assert [len(probe.modalities) for probe in probes] == [0, 0, 0, 1, 1, 2, 2]
-    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    renderer = SimpleNamespace(native=NativeInputs(), grid_positions=lambda grid: None)
     processor = SimpleNamespace(
         start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
     )

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
+from omnitrain.data.render.native import NativeInputs
 from omnitrain.models.contract.samples import probe_samples
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.generate import Answer, generate
@@ -51,7 +52,7 @@ def of_hf(make: Callable[[], PreTrainedModel]) -> Made:
     """Texts and prompts with media of a model that reads images by itself."""
     model = build_omni_model(foundation=make())
     samples = [probe.sample for probe in probe_samples(model.foundation, model.runner.native)]
-    renderer = SimpleNamespace(written_modalities=(), grid_positions=lambda grid: None)
+    renderer = SimpleNamespace(native=NativeInputs(), grid_positions=lambda grid: None)
     processor = SimpleNamespace(
         start_tokens={}, writers={}, end_token=199, tokenizer=tiny_tokenizer(), renderer=renderer
     )
