@@ -3,15 +3,18 @@
 A step has ``n`` samples on 1 to 4 lanes and one feeder. Mixtures: one sample in ten has media, one in three, half, all,
 video (few samples are very heavy), a teacher (every sample, by its length), and a teacher with media. The feeder is
 frozen or trained, its load is 0.3 to 0.95 of the lanes', each lane has 2 to 8 slots, and the feeder keeps the
-activations of 4, 8 or any number of samples. With ``n = 8`` the reference is the best of all orders, otherwise the
-lower bound. The published rule (Algorithm 1 of Maestro, arXiv 2605.10501, as it must be meant: samples by their
-forwards, each where it makes its own lane shortest, the lanes' orders merged in turn) runs under the same limits.
+activations of 4, 8 or any number of samples. Two-sided steps also have a sink, such as a decoder, with 0.2 to 0.9 of
+the lanes' load in half of the samples; a lane runs one further forward before its first backward, or none. With
+``n = 8`` the reference is the best of all orders, otherwise the lower bound. The published rule (Algorithm 1 of
+Maestro, arXiv 2605.10501, as it must be meant: samples by their forwards, each where it makes its own lane shortest,
+the lanes' orders merged in turn) runs under the same limits.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 from random import Random
@@ -19,7 +22,7 @@ from statistics import fmean, median
 
 from harness import Result, report, start
 
-from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
 from omnitrain.plan.wavefront.search import best_order, lower_bound
 from omnitrain.plan.wavefront.simulate import makespan
 
@@ -66,6 +69,20 @@ def steps(seed: int, num_samples: int, number: int) -> list[Wavefront]:
         old = wave.feeders[0]
         feeder = Feeder(old.forward, old.backward, old.lanes, slots, in_flight)
         found.append(Wavefront(wave.work, wave.lane, lanes, (feeder,)))
+    return found
+
+
+def two_sided(seed: int, waves: list[Wavefront]) -> list[Wavefront]:
+    """Return the steps with a sink behind the lanes; feeders keep as many samples as their further forwards need."""
+    random, found = Random(f"{seed} sinks"), []
+    for wave in waves:
+        lanes, extra = tuple(range(wave.num_lanes)), random.randint(0, 1)
+        drawn = [random.lognormvariate(0, 0.5) * (random.random() < 0.5) for _ in wave.work]
+        scale = random.choice((0.2, 0.5, 0.9)) * sum(wave.work) / wave.num_lanes / (sum(drawn) or 1.0)
+        keeps = [feeder.in_flight and feeder.in_flight + extra * wave.num_lanes for feeder in wave.feeders]
+        feeders = tuple(replace(f, in_flight=kept) for f, kept in zip(wave.feeders, keeps, strict=True))
+        sink = Sink([scale * seconds for seconds in drawn], lanes)
+        found.append(replace(wave, feeders=feeders, sinks=(sink,), extra_forwards=extra))
     return found
 
 

@@ -135,6 +135,19 @@ def test_the_architecture_names_files_that_exist() -> None:
     ] == []
 
 
+def test_what_decides_is_in_a_file_that_the_architecture_names_beside_it() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## Where is it decided?")[1]
+    tables = re.findall(r"\| what \| where \|\n\|---\|---\|\n((?:\|.*\n)+)", page)
+    rows = [re.findall(r"`([^`]+)`", row) for table in tables for row in table.splitlines()]
+    assert len(rows) > 20
+    for named in rows:
+        files = [ROOT / "omnitrain" / name for name in named if name.endswith(".py")]
+        text = "\n".join(file.read_text() for file in files)
+        names = [part for name in named if re.fullmatch(r"\w+(\.\w+)?", name) for part in name.split(".")]
+        missing = [name for name in names if name != "py" and not re.search(rf"\b{name}\b", text)]
+        assert files and not missing, (named, missing)
+
+
 def test_the_architecture_shows_every_room() -> None:
     tree = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
     rooms = [path.parent for path in (ROOT / "omnitrain").glob("*/*/__init__.py")]

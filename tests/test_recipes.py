@@ -495,6 +495,18 @@ def test_a_frozen_tower_is_ahead_of_its_projector(ranks: RankPool, tiny: dict[st
 
 
 @pytest.mark.second
+def test_a_decoder_computes_its_losses_on_a_rank_of_its_own(
+    ranks: RankPool, tiny: dict[str, str], tmp_path: Path
+) -> None:
+    decoder = [f"model.decoders.image_decoder.{one}" for one in ("image_size=8", "flow={width: 16, depth: 1}")]
+    parts = [f"model.foundation={tiny['qwen3']}", *decoder, f"data.train=[{{path: {tiny['drawings']}}}]"]
+    overrides = [*parts, "train.packs_per_step=4", f"output_dir={tmp_path / 'run'}"]
+    assert run_on_ranks(ranks, 2, "decoder_section", overrides) == [2] * 2
+    line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["heads"]["image_decoder"]["loss"] > 0 and line["encoders"]["image_decoder"]["busy"] > 0
+
+
+@pytest.mark.second
 def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
     ranks: RankPool, tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -538,4 +550,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
     run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video", "deepseek_v3", *MODELS}
+    run_here |= {"decoder_section"}
     assert set(list_recipes()) == run_here | {"quickstart"}

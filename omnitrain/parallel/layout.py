@@ -107,6 +107,7 @@ class ModelLayout:
     section: Section | None = None  # the section of this rank; None: ``main``
     # component of a section -> this rank's end of its edge. Empty on ranks that no edge reaches.
     edges: Mapping[str, FeatureEdge] = field(default_factory=dict)
+    losses: Mapping[str, FeatureEdge] = field(default_factory=dict)  # decoder of a section -> its end of that edge
     sections: Mapping[str, Section] = field(default_factory=dict)  # section -> its settings, in the order of ranks
     # name -> parameter that several stages of the pipeline hold
     shared: Mapping[str, nn.Parameter] = field(default_factory=dict, repr=False)

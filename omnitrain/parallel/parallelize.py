@@ -47,7 +47,7 @@ from omnitrain.parallel.placement import calling_axes, calling_state, place_comp
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
 from omnitrain.parallel.schedule.inference import InferenceOnRanks
-from omnitrain.parallel.sections.edges import connect_sections
+from omnitrain.parallel.sections.edges import FeatureEdge, connect_sections
 from omnitrain.parallel.sequence.apply import slice_of_call
 from omnitrain.parallel.sequence.async_ulysses.check import apply_async_ulysses
 from omnitrain.parallel.state import ParallelState, get_parallel_state, states_of_components, with_own_groups
@@ -58,7 +58,9 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_seq
 from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
+from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def build_parallelize_model(
@@ -277,11 +279,24 @@ def _apply(prepared: _Prepared, *, loader_class: Callable[..., WeightLoader] | N
     exchanges = {name: calling[name].group(axes) for name, axes in topology.exchanges.items() if name in plans}
     sections = prepared.plan.sections
     components = _with_units_of_all(components, list(plans)) if sections else components
-    edges = connect_sections(omni, sections, state, device) if sections else {}
+    edges, losses = _connected(omni, prepared, device)
     section = sections.get(state.section)
     omni.takes_batches, omni.inference = False, InferenceOnRanks(omni, state, list(plans), pipeline)
-    layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, sections)
+    layout = ModelLayout(state, states, components, topology, pipeline, exchanges, section, edges, losses, sections)
     remember_layout(omni, layout)
+
+
+def _connected(
+    model: OmniModel, prepared: _Prepared, device: torch.device
+) -> tuple[dict[str, FeatureEdge], dict[str, FeatureEdge]]:
+    """This rank's ends of the edges of sections; see :func:`connect_sections`."""
+    if not prepared.plan.sections:
+        return {}, {}
+    foundation = prepared.plans[FOUNDATION]
+    settings = foundation.schedule or PipelineSchedule()
+    ranks = stage_ranks(foundation.pp or 1, settings.stages_per_rank, is_v=settings.kind == "zbv")
+    dtype = dtype_of(foundation.precision.compute) or model.dtype
+    return connect_sections(model, prepared.plan.sections, prepared.state, device, dtype=dtype, last_stage=ranks[-1])
 
 
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:

@@ -25,7 +25,8 @@ class Placement:
     # reads images by itself. Unique among all components
     media: tuple[str, ...] = ()
     reads_packs: bool = False  # whether it is the foundation, called once per micro-batch with the packed sequence
-    # name of the loss that it computes from the foundation's hidden states in a separate call, or None
+    # name of the loss that it computes from the foundation's hidden states in a separate call, or None. With an edge of
+    # messages, the section computes it; else the forward of the last stage does
     head: str | None = None
     # ranks among which an item may be encoded: ``local`` its owner, ``group`` the ranks that hold its sample, ``world``
     # all ranks of the component
@@ -53,9 +54,6 @@ class Placement:
     # the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that make a call
     # together, one of each group takes part
     exchange: str = ""
-    # how the foundation's hidden states reach its head. ``forward``: the forward of the last stage calls it. ``local``:
-    # it is a node behind the last stage, on the same ranks, and the graph is cut at the states that it reads
-    head_edge: Literal["forward", "local"] = "forward"
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it; ``reader``: of its features, or empty; ``ranks``: those that compute it."""
@@ -184,9 +182,9 @@ class Topology:
         return [component.name for component in self.components if component.edge == edge]
 
     @property
-    def heads_behind(self) -> tuple[str, ...]:
-        """The decoders whose heads are nodes behind the last stage."""
-        return tuple(c.name for c in self.components if c.head is not None and c.head_edge == "local")
+    def heads_apart(self) -> tuple[str, ...]:
+        """The decoders whose losses a section computes."""
+        return tuple(c.name for c in self.components if c.head is not None and c.edge == "message")
 
     @property
     def call_elements(self) -> dict[str, int]:
@@ -245,7 +243,7 @@ class Topology:
         without = [
             group for group in self.data_groups if ranks.isdisjoint(group) and not self._drawing.isdisjoint(group)
         ]
-        if missing and (component.reads_packs or component.head is not None):
+        if missing and (component.reads_packs or (component.head is not None and component.edge != "message")):
             yield f"it reads sequences, but ranks {missing}, which have some, do not hold it"
         elif component.media and component.place == "local" and missing:
             yield f"`place: local`, but ranks {missing} do not hold it; use `place: world`"

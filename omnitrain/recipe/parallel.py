@@ -213,11 +213,11 @@ _OF_RANKS = (*AXES, "mode", "schedule", "place", "encode.window", "sequence_para
 
 
 class Section(Strict):
-    """Components on ranks of their own. They encode for the other ranks, which hold the rest of the model."""
+    """Components on ranks of their own. They work for the other ranks, which hold the rest of the model."""
 
     components: list[str] = Field(min_length=1)
-    """The encoders of this section. The first one's degrees factorise its ranks. `NAME.tower` is an encoder without its
-    projector, which then is the component `NAME.projector`, in `main` or in another section."""
+    """The encoders, decoders and teachers of this section. The first one's degrees factorise its ranks. `NAME.tower` is
+    an encoder without its projector, which then is the component `NAME.projector`, in `main` or in another section."""
     ranks: int = Field(ge=1)
     """Number of ranks. Sections come after the other ranks, in this order."""
     micro_batch: int = Field(1, ge=1)
@@ -259,8 +259,8 @@ class ParallelPlan(Strict):
     components: dict[str, ComponentPlan] = Field(default_factory=dict)
     """Component name -> its plan."""
     sections: dict[str, Section] = Field(default_factory=dict)
-    """Section name -> encoders on ranks of their own. All other components are on the ranks that are left, the section
-    `main`."""
+    """Section name -> encoders, decoders or teachers on ranks of their own. All other components are on the ranks that
+    are left, the section `main`."""
     tp_plan: dict[str, str] | None = None
     """Glob of module names -> tensor parallel style: `colwise`, `rowwise`, ... Unset: the model's own plan."""
     ep_plan: dict[str, ShardDim] | None = None

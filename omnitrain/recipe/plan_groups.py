@@ -54,6 +54,11 @@ class PipelineSchedule(Strict):
     turn, each while the other waits for an all-to-all of experts. Keeps the weights of all the rank's blocks gathered
     through a step, and one micro-batch more."""
 
+    extra_forwards: int = Field(0, ge=0)
+    """`1f1b` and `interleaved`, also with `pp` 1: number of forwards that a rank runs before its first backward, beyond
+    those that it needs. With 1, a [section](sections.md#a-decoder) computes the loss of a micro-batch while the forward
+    of the next one runs. Keeps as many micro-batches more."""
+
     def contradictions(self) -> Iterator[Problem]:
         """Yield the fields that the kind does not have."""
         if self.kind in ("gpipe", "1f1b") and (self.chunks or 1) > 1:
@@ -64,6 +69,9 @@ class PipelineSchedule(Strict):
             yield ("group_size",), f"found {self.group_size} with `kind: {self.resolved_kind}`; it is for `interleaved`"
         if self.overlap and self.kind in ("gpipe", "zbv"):
             yield ("overlap",), f"found true with `kind: {self.kind}`; it is for `1f1b` and `interleaved`"
+        if self.extra_forwards and self.kind in ("gpipe", "zbv"):
+            why = "which has no further forwards; it is for `1f1b` and `interleaved`"
+            yield ("extra_forwards",), f"found {self.extra_forwards} with `kind: {self.kind}`, {why}"
         if self.split is not None and min(self.split, default=0) < 1:
             yield ("split",), f"found {self.split}; every stage needs at least one block"
 

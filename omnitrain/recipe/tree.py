@@ -18,7 +18,7 @@ from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model, TeacherSource
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanOrAuto
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanOrAuto
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
 from omnitrain.recipe.suggest import hint
@@ -291,9 +291,16 @@ def _key(node: Any, part: str, parents: list[str]) -> str | int:
 
 
 def require_heads(recipe: Recipe, decoders: Iterable[str]) -> None:
-    """Raise a RecipeError for heads that the recipe names and a model that was loaded does not have."""
-    if unknown := [f"{'.'.join(map(str, path))}: {why}" for path, why in recipe.unknown_heads(decoders)]:
-        raise RecipeError(*unknown)
+    """Raise a RecipeError for heads that a recipe names and its model does not have, or that its answers would need."""
+    problems = [f"{'.'.join(map(str, path))}: {why}" for path, why in recipe.unknown_heads(decoders)]
+    apart = [name for name in decoders if recipe.parallel.section_of(name) != MAIN]
+    if recipe.evaluation is not None and apart:
+        problems.append(
+            f"evaluation: it generates answers, whose tokens are drawn beside the foundation, but {apart[0]} is in "
+            f"section {recipe.parallel.section_of(apart[0])}; remove `evaluation`, or the section"
+        )
+    if problems:
+        raise RecipeError(*problems)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:

@@ -25,12 +25,13 @@ class FoundationOutput(NamedTuple):
     compared: Mapping[str, LossTerm] = MappingProxyType({})  # teacher -> the divergence from it
 
 
-class HeadInput(NamedTuple):
-    """What the head of a decoder gets of a pack: for each token to predict, the state that it is predicted from."""
+class StatesApart(NamedTuple):
+    """The hidden states of a pack from which other ranks predict the tokens of a decoder."""
 
-    states: torch.Tensor  # ``[n, hidden]``
-    labels: torch.Tensor  # ``[n, ...]``
-    read: torch.Tensor  # ``[n]`` int64, the index in the pack of each state; on the host
+    # ``[n, hidden]``, of all tokens of the decoder; zeros where another rank of those that share the pack has the state
+    states: torch.Tensor
+    here: torch.Tensor  # ``[m]`` int64, which of them this rank has, on the host
+    read: torch.Tensor  # ``[m]`` int64, the token of the pack that has each of these states, on the host
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class OmniOutput:
     losses: dict[str, LossTerm]  # ``text``, name of a decoder or teacher -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
-    open_heads: dict[str, HeadInput] = field(default_factory=dict)  # decoders whose heads the forward has not called
+    apart: dict[str, StatesApart] = field(default_factory=dict)  # of decoders whose losses other ranks compute
 
     @property
     def loss(self) -> torch.Tensor:

@@ -43,13 +43,13 @@ class MicroBatchWork:
         sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
         features: component -> its features for this pack, name by name: for all tokens, or for those of this rank. The
             forward calls the components without an entry.
-        open_heads: decoders whose heads the forward does not call; their input is in its output.
+        apart: decoders whose losses other ranks compute; the hidden states that these need are in the output.
     """
 
     heads: Collection[str] = ()
     sequence_slice: SequenceSlice | None = None
     features: Mapping[str, MediaFeatures] = field(default_factory=dict)
-    open_heads: Collection[str] = ()
+    apart: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
     for name, features in _by_name(model, _features(model, encoded, component), batches, places).items():
         index, positions = places[name]
         if name in pack.targets:
-            encoded.labels[name] = features.side[_LABELS]
-            features = replace(features, side={})
+            features, labels = divided_labels(features)
+            encoded.labels.update({} if labels is None else {name: labels})
         if WORDS in features.side:
             encoded.labels[name] = features.side[WORDS]
         if len(features.main) != len(index):
@@ -332,6 +332,11 @@ def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple
     if name in model.reads:
         return model.get_submodule(name.removesuffix(".projector")).lm_project(features)
     return model.get_submodule(name).lm_encode(features, num_tokens)
+
+
+def divided_labels(features: MediaFeatures) -> tuple[MediaFeatures, Tensor | None]:
+    """Return a decoder's features without their labels, and the labels ``[n, ...]``; None: these are elsewhere."""
+    return replace(features, side={}), features.side.get(_LABELS)
 
 
 def features_of(output: Tensor | tuple[Tensor, Tensor] | TensorFeatures) -> MediaFeatures:

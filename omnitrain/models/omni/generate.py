@@ -110,6 +110,7 @@ def is_guided(sampling: Mapping[str, Sampling]) -> bool:
 
 
 def _require_answerable(model: OmniModel, prompts: Sequence[Sample], guided: bool) -> None:
+    model.inference.require_heads(model.decoder_names)
     if guided and not model.config.condition_dropout:
         warnings.warn(
             "guidance compares with prompts without their condition, but this model was trained without "

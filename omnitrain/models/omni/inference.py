@@ -38,6 +38,9 @@ class Inference:
     def require(self, component: str) -> None:
         """Raise a UserError if this rank does not have a component, so that a plain forward cannot call it."""
 
+    def require_heads(self, decoders: Collection[str]) -> None:
+        """Raise a UserError if this rank runs the foundation, and not the ``decoders`` that draw tokens beside it."""
+
     def evaluate(
         self,
         model: Any,

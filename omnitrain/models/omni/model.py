@@ -23,7 +23,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.adapters.files import load_adapters, save_adapters, split_weights
 from omnitrain.models.components.contract import StageContract
 from omnitrain.models.components.model import ComponentModel
-from omnitrain.models.components.outputs import FoundationOutput, HeadInput, LossTerm, OmniOutput
+from omnitrain.models.components.outputs import FoundationOutput, OmniOutput, StatesApart
 from omnitrain.models.components.protocols import ComponentAdapter, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.contract.stages import stage_contract_of
@@ -404,43 +404,44 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         pack, sequence_slice, hidden = encoded.pack, encoded.work.sequence_slice, output.hidden
         idle = list(encoded.idle)
         losses, read = {}, {"text": pack.text_rows[local_positions(sequence_slice, pack.text_rows)[0]]}
-        open_heads: dict[str, HeadInput] = {}
+        apart: dict[str, StatesApart] = {}
         for name in sorted({*encoded.labels, *encoded.work.heads}):
             if hidden is None:
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
-            given = self._head_input(encoded, hidden, name)
-            if name in encoded.work.open_heads:
-                open_heads[name] = given
-            elif len(given.read):
-                losses[name], read[name] = self._loss(name, given), given.read
+            if name in encoded.work.apart:
+                apart[name] = _states_apart(encoded, hidden, name)
+                continue
+            index, positions = _places_of_targets(encoded, name)
+            if len(index):
+                read[name] = pack.targets[name].predicted_from[index]
+                labels = encoded.labels[name][to_device(index, hidden.device)]
+                losses[name] = self.decoders[name].lm_head(hidden[0, to_device(positions, hidden.device)], labels)
             else:
                 idle.append(idle_head(self.decoders[name], hidden))
         text = replace(output.text, sum=with_zero_gradients(output.text.sum, idle))
         losses = {"text": text} | dict(output.compared) | losses
         read |= dict.fromkeys(output.compared, read["text"])
-        return OmniOutput(losses, read, None if hidden is None else hidden.detach(), open_heads)
+        return OmniOutput(losses, read, None if hidden is None else hidden.detach(), apart)
 
-    def _head_input(self, encoded: EncodedPack, hidden: Tensor, name: str) -> HeadInput:
-        """The input of a decoder's head in a pack; without targets, no states."""
-        if name not in encoded.labels:
-            return HeadInput(hidden[0, :0], self.decoders[name].minimal_labels()[:0], encoded.pack.text_rows[:0])
-        predicted_from = encoded.pack.targets[name].predicted_from
-        index, positions = local_positions(encoded.work.sequence_slice, predicted_from)
-        labels = encoded.labels[name][to_device(index, hidden.device)]
-        return HeadInput(hidden[0, to_device(positions, hidden.device)], labels, predicted_from[index])
 
-    def run_head(self, name: str, given: HeadInput) -> OmniOutput:
-        """The loss of a decoder whose head the forward has not called; ``given``: of the forward's output."""
-        if len(given.read):
-            return OmniOutput({name: self._loss(name, given)}, {name: given.read}, None)
-        idle = idle_head(self.decoders[name], given.states.new_zeros(1, 1, given.states.size(-1)))
-        nothing = LossTerm(with_zero_gradients(given.states.sum(), [idle]), 0, given.states.new_zeros(0))
-        return OmniOutput({name: nothing}, {}, None)
+def _places_of_targets(encoded: EncodedPack, name: str) -> tuple[Tensor, Tensor]:
+    """Which tokens of a decoder this rank predicts, and from which of its hidden states: ``[m]`` int64 each."""
+    return local_positions(encoded.work.sequence_slice, _predicted_from(encoded.pack, name))
 
-    def _loss(self, name: str, given: HeadInput) -> LossTerm:
-        term: LossTerm = self.decoders[name].lm_head(given.states, given.labels)
-        return term
+
+def _predicted_from(pack: Pack, name: str) -> Tensor:
+    """``[n]`` int64: of each token of a decoder the token from whose state it is predicted; none without targets."""
+    return pack.targets[name].predicted_from if name in pack.targets else pack.text_rows[:0]
+
+
+def _states_apart(encoded: EncodedPack, hidden: Tensor, name: str) -> StatesApart:
+    """The hidden states from which other ranks predict the tokens of a decoder."""
+    index, positions = _places_of_targets(encoded, name)
+    predicted_from = _predicted_from(encoded.pack, name)
+    whole = hidden.new_zeros(len(predicted_from), hidden.size(-1))
+    states = whole.index_copy(0, to_device(index, hidden.device), hidden[0, to_device(positions, hidden.device)])
+    return StatesApart(states, index, predicted_from[index])
 
 
 def idle_head(decoder: Any, hidden: Tensor) -> Tensor:

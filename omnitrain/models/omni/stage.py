@@ -71,7 +71,7 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
     labels = {}
     if stage.span.is_last:
         with torch.no_grad():  # the first stage has the embeddings
-            labels = encode(model, pack, work, model.decoder_names).labels
+            labels = encode(model, pack, work, {*model.decoder_names}.difference(work.apart)).labels
     return EncodedPack(pack, work, EncodedMedia(native), labels, [])
 
 

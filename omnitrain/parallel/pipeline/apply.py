@@ -36,7 +36,7 @@ from omnitrain.parallel.state import ParallelState
 from omnitrain.peers import GlooGroup, Peers, gloo_group_of
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
-from omnitrain.plan.schedule.generators import accumulate, generate
+from omnitrain.plan.schedule.generators import generate, one_f_one_b
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import ComponentPlan
@@ -192,7 +192,7 @@ def schedule_of_plan(
     num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
     if num_ranks > 1 or settings.overlap:
         return complete_schedule(settings, num_ranks, num_micro_batches, encoders)
-    return with_encoders(accumulate(num_micro_batches), encoders)
+    return with_encoders(one_f_one_b(1, num_micro_batches, extra_warm_up=settings.extra_forwards), encoders)
 
 
 def complete_schedule(
@@ -205,7 +205,7 @@ def complete_schedule(
 def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return only the forwards and backwards of a step; ``settings`` None: there is no pipeline."""
     if settings is None or (num_ranks == 1 and not settings.overlap):
-        return accumulate(num_micro_batches)
+        return one_f_one_b(1, num_micro_batches, extra_warm_up=0 if settings is None else settings.extra_forwards)
     return _generated(_sizes(settings, num_ranks, num_micro_batches))
 
 
@@ -218,11 +218,13 @@ class _Sizes(NamedTuple):
     num_chunks: int
     group_size: int | None
     overlap: bool
+    extra_forwards: int
 
 
 def _sizes(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> _Sizes:
     chunks, overlap = settings.stages_per_rank, bool(settings.overlap)
-    return _Sizes(settings.resolved_kind, num_ranks, num_micro_batches, chunks, settings.group_size, overlap)
+    of_kind = (chunks, settings.group_size, overlap, settings.extra_forwards)
+    return _Sizes(settings.resolved_kind, num_ranks, num_micro_batches, *of_kind)
 
 
 @lru_cache(maxsize=32)

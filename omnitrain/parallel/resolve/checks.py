@@ -47,8 +47,9 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
     if schedule.overlap:
         yield from _overlap_problems(plan, state)
     if ranks == 1:
-        if foundation.schedule is not None and schedule != PipelineSchedule(overlap=True):
-            what = "found with pp 1, where all but `overlap` does nothing"
+        own = PipelineSchedule(overlap=schedule.overlap, extra_forwards=schedule.extra_forwards)
+        if foundation.schedule is not None and (schedule != own or own == PipelineSchedule()):
+            what = "found with pp 1, where all but `overlap` and `extra_forwards` does nothing"
             yield f"{path}.schedule: {what}; set pp above 1, or remove it"
         return
     found = f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {ranks}"
@@ -94,14 +95,11 @@ def _spread_problems(
 
 
 def _window_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
-    """An encoder that runs outside of the forwards needs FSDP units with all of its parameters."""
-    for name in (name for name in model.media_names if name not in model.decoder_names):
+    """A component that runs outside of the forwards needs FSDP units with all of its parameters."""
+    for name in model.media_names:
         merged, section = plan.of(name), plan.section_of(name)
-        if (
-            section == MAIN
-            and (merged.encode.window or 1) == 1
-            and not (state.size("pp") > 1 and merged.place == "world")
-        ):
+        is_in_forwards = (merged.encode.window or 1) == 1 and not (state.size("pp") > 1 and merged.place == "world")
+        if section == MAIN and (is_in_forwards or name in model.decoder_names):
             continue
         inside = {p for unit in find_units(model)[name].all for p in model.get_submodule(unit).parameters()}
         inside |= ignored_params(model)

@@ -136,7 +136,7 @@ def component_plan(request: Request) -> ComponentPlan | None:
 
 def _media_fields(request: Request) -> dict[str, Any]:
     """Where and when the component's media are encoded; ``encode.window`` is None where forwards do it."""
-    merged, explicit, roles = request.merged, request.explicit, request.roles
+    merged, roles = request.merged, request.roles
     if request.is_foundation:
         return _fields_of_foundation(request)
     fields = {key: value_of(merged, key) for key in media_keys(roles)}
@@ -146,15 +146,7 @@ def _media_fields(request: Request) -> dict[str, Any]:
     place = merged.place or _place_by_default(request)
     if "a projector" in roles:  # the forward of a micro-batch projects what it has received
         return {**fields, "place": "local" if place == "local" else "group"}
-    if "a decoder" not in roles:
-        return {**fields, **_fields_of_encoder(request, place)}
-    if explicit.place == "world" and (stages := request.state.size("pp")) > 1:
-        request.problem(
-            "place",
-            f"found world with pp {stages}, but only encoders can run on all pipeline ranks, and a decoder's media "
-            "are encoded on the ranks of one stage; use `place: group`, or remove it",
-        )
-    return {**fields, "place": place}
+    return {**fields, **({"place": place} if "a decoder" in roles else _fields_of_encoder(request, place))}
 
 
 def _place_by_default(request: Request) -> str:

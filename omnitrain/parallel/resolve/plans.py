@@ -78,9 +78,8 @@ def resolve_plans(
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
     problems += () if problems else _low_precision_problems(model, plans)  # measured in seconds
-    raise_problems(
-        problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving_sections(plan, plans)]
-    )
+    starving = starving_sections(plan, plans, model.decoder_names)
+    raise_problems(problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving])
     return plans, adapters
 
 

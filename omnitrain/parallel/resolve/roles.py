@@ -16,6 +16,7 @@ Role = Literal[
     "a projector in `main`",
     "a teacher",
     "a component of a section",
+    "a decoder of a section",
 ]
 
 
@@ -52,6 +53,11 @@ REFUSALS = (
         ("place", "encode.window", "encode.feature_bytes"),
         "the ranks of a section encode for all others; remove it",
     ),
+    Refusal(
+        "a decoder of a section",
+        ("tp", "ulysses", "ep"),
+        "a decoder of a section is only sharded (dp_shard) or copied (dp_replicate); remove it",
+    ),
     Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a teacher", ("freeze",), "a teacher never trains; remove it", (True,)),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
@@ -78,6 +84,7 @@ def roles_of(model: OmniModel, plan: ParallelPlan, component: str) -> frozenset[
         "a projector in `main`": component in model.reads and is_in_main,
         "a teacher": component in model.teachers,
         "a component of a section": not is_in_main,
+        "a decoder of a section": not is_in_main and component in model.decoder_names,
     }
     return frozenset(role for role, has_it in roles.items() if has_it)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from omnitrain.errors import ScheduleError
 from omnitrain.models.omni.model import OmniModel
@@ -16,7 +16,7 @@ from omnitrain.plan.schedule.actions import Kind, SectionWindows
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.validate import validate
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, raise_problems
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, Section, raise_problems
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.recipe.suggest import hint
 
@@ -64,8 +64,7 @@ def _listed(sections: Sequence[tuple[str, int]]) -> str:
 
 
 def _component_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
-    """Sections have encoders, which no other section has."""
-    encoders = [name for name in model.media_names if name not in model.decoder_names]
+    """Sections have encoders and decoders, which no other section has."""
     times = Counter(name for section in plan.sections.values() for name in section.components)
     for section_name, section in plan.sections.items():
         path = f"sections.{section_name}.components"
@@ -74,13 +73,25 @@ def _component_problems(model: OmniModel, plan: ParallelPlan) -> Iterator[str]:
         for name in dict.fromkeys(section.components):
             if times[name] > 1:
                 yield f"{path}: {name} is named {times[name]} times; a component has one section"
-            elif name == FOUNDATION or name in model.decoder_names:
-                yield (
-                    f"{path}: found {name}, but only encoders can leave `main`: the foundation and decoders compute "
-                    "the losses there (sections with outputs do not exist yet); remove it"
-                )
-            elif name not in encoders:
-                yield f"{path}: unknown component {name!r}; {hint(name, encoders)}"
+            elif name == FOUNDATION:
+                yield f"{path}: found {name}, but it reads the packs, which are in `main`; remove it"
+            elif name not in model.media_names:
+                yield f"{path}: unknown component {name!r}; {hint(name, model.media_names)}"
+            elif name in model.decoder_names:
+                yield from (f"sections.{section_name}.{problem}" for problem in _decoder_problems(name, section))
+
+
+def _decoder_problems(name: str, section: Section) -> Iterator[str]:
+    """What a section with a decoder may not set."""
+    if section.micro_batch > 1:
+        yield (
+            f"micro_batch: found {section.micro_batch}, but {name} computes the loss of each micro-batch before its "
+            "backward; remove it"
+        )
+    if section.ahead:
+        yield (
+            f"ahead: found {section.ahead}, but {name} keeps what it encodes until the loss of the same step; remove it"
+        )
 
 
 def has_backward(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], component: str) -> bool:
@@ -90,9 +101,16 @@ def has_backward(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], compone
 
 
 def full_windows(
-    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, num_micro_batches: int
+    plan: ParallelPlan,
+    plans: Mapping[str, ComponentPlan],
+    name: str,
+    num_micro_batches: int,
+    decoders: Collection[str],
 ) -> SectionWindows:
-    """Return the windows of section ``name`` if each micro-batch of the step has media for all its encoders."""
+    """Return the windows of section ``name`` if each micro-batch of the step has media for all its components.
+
+    ``decoders``: of the model.
+    """
     section = plan.sections[name]
     components = [component for component in plans if component in section.components]
     return SectionWindows(
@@ -104,6 +122,7 @@ def full_windows(
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
         reads={reader: read for reader, read in plan.reads().items() if reader in components},
+        heads={name: range(num_micro_batches) for name in components if name in decoders},
     )
 
 
@@ -123,7 +142,9 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
             )
 
 
-def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Iterator[str]:
+def starving_sections(
+    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], decoders: Collection[str]
+) -> Iterator[str]:
     """Yield the sections that would wait for ever; found once, since validating each step would take too long."""
     foundation, found = plans[FOUNDATION], dict[str, None]()
     settings = foundation.schedule or PipelineSchedule()
@@ -133,7 +154,7 @@ def starving_sections(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) ->
         kept = max(plan.sections[each].in_flight or 0 for each in together)
         in_flight = section.micro_batch * (kept + 1)
         num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
-        windows = [full_windows(plan, plans, each, num_micro_batches) for each in together]
+        windows = [full_windows(plan, plans, each, num_micro_batches, decoders) for each in together]
         try:
             schedule = schedule_of_plan(foundation, num_micro_batches)
             validate(with_sections(schedule, windows, dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.components.outputs import HeadInput, OmniOutput
+from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
@@ -26,6 +26,7 @@ from omnitrain.parallel.layout import layout_of, reduce_all_replicas, reduce_rep
 from omnitrain.parallel.pipeline.apply import StageMessages, units_by_stage
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.parallel.schedule.graph import StepGraph
+from omnitrain.parallel.schedule.heads import HeadsApart
 from omnitrain.parallel.schedule.position import row_of, running_action
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -38,7 +39,7 @@ OnOutput = Callable[[Pack, OmniOutput], Any]
 ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
 OnEncoded = Callable[[int, Pack, MicroBatchWork], Any]
 
-_Key = tuple[int | str, int]  # stage, or decoder whose head is a node; micro-batch
+_Key = tuple[int, int]  # stage, micro-batch
 
 
 class OnPhase(Protocol):
@@ -58,13 +59,13 @@ class OnPhase(Protocol):
 
 @dataclass
 class _LiveMicroBatch:
-    """A micro-batch in a stage, or in a head behind the last one, between its forward and its backward.
+    """A micro-batch in a stage, between its forward and its backward.
 
     Attributes:
         arrived: the tensors that the stage before sent; their gradients go back to it.
-        sent: the tensors that the next stage or the heads behind got; their gradients come back from it.
+        sent: the tensors that the next stage or sections got; their gradients come back from there.
         losses: scalars whose gradient is 1.
-        heads: the heads behind the last stage that got ``sent``; empty: the next stage did.
+        heads: the decoders of sections that got ``sent``; empty: the next stage did.
         delayed: weight gradients that the schedule computes by an action of their own; None: the backward does.
     """
 
@@ -127,11 +128,11 @@ class Executor:
         self._backward_in: dict[_Key, Transfer] = {}
         self._forward_out: dict[_Key, tuple[Tensor, ...]] = {}
         self._backward_out: dict[_Key, tuple[Tensor, ...]] = {}
-        self._for_heads: dict[_Key, HeadInput] = {}
         self._messages: StageMessages | None = None
         self._held: HeldUnits | None = None
         self._units: dict[int | str, tuple[str, ...]] = {}  # stage, or encoder that has its own actions
         self._graph = StepGraph(model, batch, self._draws, upcoming, trains=self._trains)
+        self._heads = HeadsApart(model, batch, weights, self._graph.labels, share=self._share, trains=self._trains)
 
     def run(self, schedule: Schedule) -> Tensor:
         """Run the actions of this rank.
@@ -180,8 +181,9 @@ class Executor:
         if self._pipeline is not None:
             self._pipeline.channel.finish()
         self._graph.finish()
+        self._heads.finish()
         messages = (self._forward_in, self._forward_out, self._backward_in, self._backward_out)
-        left = {key for kind in (self._live, self._delayed, self._for_heads, *messages) for key in kind}
+        left = {key for kind in (self._live, self._delayed, *messages) for key in kind}
         assert not left, f"(stage, micro-batch) without all their actions: {left}"
 
     def _expect_features(self, schedule: Schedule) -> None:
@@ -194,6 +196,7 @@ class Executor:
             ]
             windows = [a.micro_batch for a in row if a.kind is Kind.SEND_F and a.component == component]
             edge.expect(self._batch.plan, [w for w in windows if w is not None], trains=self._trains)
+        self._heads.expect(schedule)
 
     def _units_of_actions(self, held: HeldUnits) -> dict[int | str, tuple[str, ...]]:
         layout = layout_of(self._model)
@@ -216,9 +219,6 @@ class Executor:
         return StageMessages(self._model, self._pipeline, layout.state, self._batch.packs, dtype)
 
     def _forward(self, action: Action) -> None:
-        if action.component != FOUNDATION:
-            self._forward_of_head(action)
-            return
         stage, micro_batch = key = _key(action)
         pack = self._batch.packs[micro_batch].to(self._model.device)
         arrived = self._arrived(self._forward_in, key, requires_grad=self._trains)
@@ -233,29 +233,14 @@ class Executor:
         if stage < self._last:
             sent = output
             self._hand_over(sent, self._forward_out, key, self._forward_in, stage + 1)
-        elif output.open_heads:
-            sent = tuple(given.states for given in output.open_heads.values())
-            for name, given in output.open_heads.items():
-                self._for_heads[name, micro_batch] = given
-                self._graph.states[name].send(micro_batch, [given.states])
+        elif output.apart:
+            sent = self._heads.keep(micro_batch, output.apart)
         if self._trains:
             losses = self._loss(self._losses(output) if stage == self._last else [])
-            heads = [*output.open_heads] if stage == self._last else []
+            heads = [*output.apart] if stage == self._last else []
             self._live[key] = _LiveMicroBatch(arrived, sent, losses, delayed, heads)
         if stage == self._last and self._on_output is not None:
             self._on_output(pack, output)
-
-    def _forward_of_head(self, action: Action) -> None:
-        """Run the head of a decoder on the hidden states that came, leaves of a graph of its own."""
-        assert action.micro_batch is not None
-        key = name, micro_batch = action.component, action.micro_batch
-        (states,) = self._graph.states[name].take(micro_batch)
-        given = self._for_heads.pop(key)._replace(states=states.requires_grad_(self._trains))
-        output = self._model.run_head(name, given)
-        if self._trains:
-            self._live[key] = _LiveMicroBatch((given.states,), (), self._counted(self._losses(output)), None)
-        if self._on_output is not None:
-            self._on_output(self._batch.packs[micro_batch].to(self._model.device), output)
 
     def _output(self, stage: int, micro_batch: int, pack: Pack, arrived: tuple[Tensor, ...]) -> Any:
         """The output of a stage for a micro-batch."""
@@ -298,9 +283,6 @@ class Executor:
         return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:
-        if action.component != FOUNDATION:
-            self._backward_of_head(action)
-            return
         key = stage, micro_batch = _key(action)
         live = self._live.pop(key)
         if self._held is None:
@@ -319,17 +301,10 @@ class Executor:
             back = tuple(torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived)
             self._hand_over(back, self._backward_out, key, self._backward_in, stage - 1)
 
-    def _backward_of_head(self, action: Action) -> None:
-        assert action.micro_batch is not None
-        live = self._live.pop((action.component, action.micro_batch))
-        torch.autograd.backward(live.losses)
-        back = [torch.zeros_like(t) if t.grad is None else t.grad for t in live.arrived]
-        self._graph.states[action.component].give_back(action.micro_batch, back)
-
     def _backward_of_stage(self, live: _LiveMicroBatch, key: tuple[int, int]) -> None:
         gradients: list[Tensor | None] = [None] * len(live.losses)
         if live.heads:
-            gradients += [g for name in live.heads for g in self._graph.states[name].take_gradients(key[1], 0)]
+            gradients += self._heads.take_gradients(live.heads, key[1])
         elif live.sent:
             gradients += self._arrived(self._backward_in, key)
         roots = (*live.losses, *live.sent)
@@ -383,21 +358,38 @@ class Executor:
         assert action.micro_batch is not None
         self._backward_of(action.component, action.micro_batch)
 
+    def _head(self, action: Action) -> None:
+        assert action.micro_batch is not None
+        self._heads.compute(action.component, action.micro_batch)
+        if self._held is not None:
+            self._held.add_up()
+
     def _send(self, action: Action) -> None:
         if action.stage is None:
-            self._graph.send(action)
+            (self._graph if action.component == action.owner else self._heads).send(action)
             return
         assert self._messages is not None
         out = (self._forward_out if action.kind is Kind.SEND_F else self._backward_out).pop(_key(action))
         self._messages.send(action, out)
 
     def _receive(self, action: Action) -> None:
+        if action.component != action.owner:
+            self._receive_for_head(action)
+            return
         if action.stage is None:
             self._graph.receive(action)
             return
         assert self._messages is not None
         inbox = self._forward_in if action.kind is Kind.RECV_F else self._backward_in
         inbox[_key(action)] = self._messages.receive(action)
+
+    def _receive_for_head(self, action: Action) -> None:
+        output = self._heads.receive(action)
+        if output is None or action.micro_batch is None:
+            return
+        self._counted(self._losses(output))
+        if output.losses and self._on_output is not None:
+            self._on_output(self._batch.packs[action.micro_batch].to(self._model.device), output)
 
     def _unshard(self, action: Action) -> None:
         assert self._held is not None
@@ -420,6 +412,7 @@ class Executor:
         Kind.ENCODE: _encode,
         Kind.EXCHANGE: _exchange,
         Kind.ENCODE_B: _backward_of_encoder,
+        Kind.HEAD: _head,
         Kind.SEND_F: _send,
         Kind.SEND_B: _send,
         Kind.RECV_F: _receive,

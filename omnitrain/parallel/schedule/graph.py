@@ -16,12 +16,12 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import call_component, reading, recorded
+from omnitrain.models.omni.encode import call_component, divided_labels, reading, recorded
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.draws import StepDraws
 from omnitrain.ops.timing import FEATURES, Phase, What
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.schedule.edge import Edge, GroupEdge
+from omnitrain.parallel.schedule.edge import GroupEdge
 from omnitrain.parallel.schedule.node import Node, Run, Window
 from omnitrain.parallel.sections.edges import FeatureEdge
 from omnitrain.parallel.step.media_dispatch import StepBatch
@@ -60,11 +60,8 @@ class StepGraph:
         self._messages: Mapping[str, FeatureEdge] = {} if self._layout is None else self._layout.edges
         media = [placement for placement in self._topology.components if placement.media]
         self._nodes = {placement.name: self._node(placement, trains=trains, twice=twice) for placement in media}
-        # decoder whose head is a node of its own -> brings it the foundation's hidden states, and their gradients back
-        self.states: dict[str, Edge] = {
-            name: GroupEdge(lambda _: None, partial(_waiting, model, name), is_trained=trains)
-            for name in self._topology.heads_behind
-        }
+        # decoder of this section and window -> labels of the items that this rank has encoded
+        self.labels: dict[tuple[str, int], Tensor] = {}
         self._take_kept(upcoming)
 
     def _node(self, placement: Placement, *, trains: bool, twice: bool) -> Node:
@@ -111,6 +108,9 @@ class StepGraph:
             node.edge.give_back(window, node.windows.pop(window).all_gradients(self._model.device))
         else:
             node.send(window)
+            self._messages[component].expect_back(window)
+            if self._layout is not None and component in self._layout.losses:
+                self._layout.losses[component].expect_back(window)
 
     def receive(self, action: Action) -> None:
         """Wait for the features of a window, or for the gradients of those that this rank has encoded."""
@@ -215,7 +215,12 @@ class StepGraph:
             if leaves is not None:
                 items = {name: reading(groups, leaves) for name, groups in items.items()}
             with nullcontext() if draws is None else draws.forward(component, window, caller):
-                return call_component(self._model, component, items, numbers, around)
+                features, idle = call_component(self._model, component, items, numbers, around)
+            if component in self._topology.heads_apart:  # the labels stay here
+                features, labels = divided_labels(features)
+                assert labels is not None
+                self.labels[component, window] = labels
+            return features, idle
 
         return run
 

@@ -91,6 +91,14 @@ class InferenceOnRanks(Inference):
                 "does not run them: call accumulate_gradients, heldout_loss or generate on all ranks"
             )
 
+    def require_heads(self, decoders: Collection[str]) -> None:
+        """See :class:`Inference`."""
+        if apart := [name for name in decoders if self.has_foundation and name not in self._held]:
+            raise UserError(
+                f"{apart[0]} is in a section, where it computes losses, but the tokens of an answer are drawn beside "
+                "the foundation; save the model, and generate without that section, such as with omnitrain generate"
+            )
+
     def evaluate(
         self,
         model: OmniModel,

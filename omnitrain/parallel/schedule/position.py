@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from omnitrain.parallel.layout import ModelLayout
 from omnitrain.parallel.watch.report import RunningAction
-from omnitrain.plan.schedule.actions import SENDS, Action, Kind, Schedule
+from omnitrain.plan.schedule.actions import LOSS, SENDS, STATES, Action, Kind, Schedule
 
 _WORDS = {
     Kind.F: "forward",
@@ -21,6 +21,7 @@ _WORDS = {
     Kind.ENCODE: "encoding",
     Kind.EXCHANGE: "exchange of the features",
     Kind.ENCODE_B: "backward",
+    Kind.HEAD: "loss",
 }
 _BETWEEN_SECTIONS = {
     Kind.SEND_F: "send of the features",
@@ -28,6 +29,7 @@ _BETWEEN_SECTIONS = {
     Kind.SEND_B: "send of the gradients",
     Kind.RECV_B: "receive of the gradients",
 }
+_FOR_HEADS = {STATES: "hidden states for", LOSS: "losses of"}
 _NEEDS = {Kind.F: (Kind.RECV_F, -1), Kind.B: (Kind.RECV_B, 1), Kind.I: (Kind.RECV_B, 1)}  # and from which stage
 
 _TOGETHER = (Kind.EXCHANGE, Kind.ENCODE_B)  # they exchange features or gradients with the other stages
@@ -63,11 +65,15 @@ def running_action(schedule: Schedule, layout: ModelLayout, number: int) -> Runn
     words = (_WORDS | _BETWEEN_SECTIONS).get(action.kind)
     if words is None:
         return None
-    text = f"{words} of {action.component}{_window(schedule, action.micro_batch)}"
+    if (road := action.component.removeprefix(action.owner)) in _FOR_HEADS:
+        words = f"{'send' if action.kind in SENDS else 'receive'} of the {_FOR_HEADS[road]} {action.owner}"
+    else:
+        words = f"{words} of {action.component}"
+    text = f"{words}{_window(schedule, action.micro_batch)}"
     if row >= schedule.num_pipeline_ranks:
         text = f"section {layout.state.section}: {text}"
     elif action.kind in _BETWEEN_SECTIONS:
-        text += f" {'to' if action.kind in SENDS else 'from'} section {layout.states[action.component].section}"
+        text += f" {'to' if action.kind in SENDS else 'from'} section {layout.states[action.owner].section}"
     needs = _of_message if action.kind in _BETWEEN_SECTIONS else _of_stages
     return RunningAction(text, number, tuple(needs(schedule, layout, action)), action.micro_batch)
 
@@ -107,16 +113,17 @@ def _of_stages(schedule: Schedule, layout: ModelLayout, action: Action) -> _Need
 
 def _of_message(schedule: Schedule, layout: ModelLayout, action: Action) -> _Needs:
     """Yield what a message of a section needs of the ranks at its other end."""
-    window, edge = action.micro_batch, layout.edges[action.component]
+    window, is_for_head = action.micro_batch, action.component != action.owner
+    edge = (layout.losses if is_for_head else layout.edges)[action.owner]
     assert window is not None and action.peer is not None
-    if action.kind is Kind.SEND_F:
+    if action.kind is Kind.SEND_F and not is_for_head:
         taken = schedule.actions[action.peer].index
         comparable = partial(_comparable, schedule, action.peer)
         own = row_of(layout, schedule)
         for rank, before in edge.room_for(window):
             receive = None if before is None else action._replace(micro_batch=before).receive(own)
             yield rank, -1 if receive is None else comparable(taken(receive))
-    elif action.kind is not Kind.SEND_B:  # gradients are awaited: they leave at once
+    elif action.kind not in SENDS:  # all else is awaited where it goes, and leaves at once
         for rank in edge.peers(window):
             yield rank, _comparable(schedule, *schedule.senders[action])
 

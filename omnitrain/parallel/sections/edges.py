@@ -1,4 +1,6 @@
-"""The features of an encoder that has ranks of its own: to the section that reads them, and their gradients back.
+"""The features of a component that has ranks of its own: to who reads them, and their gradients back.
+
+And the losses of a decoder that has ranks of its own: to the foundation's last stage, whose hidden states come before.
 
 Both ends of an edge know in advance, and in order, which messages will come.
 """
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from omnitrain.errors import LostRankError
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.omni.encode import call_component
+from omnitrain.models.omni.encode import call_component, divided_labels
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.device import to_device
@@ -174,10 +176,20 @@ class FeatureForm(NamedTuple):
         """For each tensor, whether a gradient goes back."""
         return tuple(self.is_trained and tensor.is_floating_point() for tensor in self.pattern.tensors())
 
-    @property
-    def gradient_rows(self) -> tuple[Rows, ...]:
-        """The tensors of a message with gradients."""
-        return tuple(compress(self.rows, self.has_gradient))
+    def sent_and_returned(self, *, trains: bool) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
+        """Return the tensors of a message with features, and of one with gradients; ``trains``: there are any."""
+        return self.rows, tuple(compress(self.rows, self.has_gradient)) if trains else ()
+
+
+class LossForm(NamedTuple):
+    """The form of a decoder's losses, and of the hidden states from which it computes them."""
+
+    hidden: Rows  # a hidden state
+    num_columns: int  # of the loss of a token, and of the metrics of a recipe
+
+    def sent_and_returned(self, *, trains: bool) -> tuple[tuple[Rows, ...], tuple[Rows, ...]]:
+        """Return the tensors of a message with losses (and gradients of hidden states), and of one with such states."""
+        return (Rows((self.num_columns,), torch.float32), *[self.hidden] * trains), (self.hidden,)
 
 
 class _Share(NamedTuple):
@@ -188,17 +200,20 @@ class _Share(NamedTuple):
 
 
 class FeatureEdge:
-    """This rank's end of the edge of an encoder. Ranks of both ends create it, in the same order.
+    """This rank's end of the edge of a component. Ranks of both ends create it, in the same order.
 
     Ranks are global. ``senders`` are of its section, ``receivers`` read the features: of ``main``, those of the first
     pipeline stage. A receiver has room for ``slots`` messages. The carrier ``nixl``, between hosts' memories, brings
     features only. :attr:`kept`: window -> features of a later step, which this rank has encoded ahead.
+
+    With a :class:`LossForm`, it is the edge of a decoder's losses: ``receivers`` are the ranks of the last stage,
+    ``behind`` ranks after those of the first one, and hidden states are given back before losses are taken.
     """
 
     def __init__(
         self,
         component: str,
-        form: FeatureForm,
+        form: FeatureForm | LossForm,
         ends: Ends,
         senders: Sequence[int],
         receivers: Sequence[int],
@@ -206,8 +221,9 @@ class FeatureEdge:
         slots: int,
         device: torch.device,
         carrier: Literal["torch", "nixl"] = "torch",
+        behind: int = 0,
     ) -> None:
-        self.component, self.form, self.slots = component, form, slots
+        self.component, self.slots, self._form, self._behind = component, slots, form, behind
         self._rank, self._device = dist.get_rank(), device
         self._is_sender = self._rank in senders
         by_nixl = carrier == "nixl"
@@ -215,7 +231,8 @@ class FeatureEdge:
             NixlCarrier(senders, receivers, slots) if by_nixl else torch_carrier(senders, receivers, device)
         )
         back = torch_carrier(receivers, senders, device)
-        features = EdgeEnd(ends, self._carrier, self._rank, slots)
+        of_losses = isinstance(form, LossForm)  # a rank posts them when it has sent the hidden states
+        features = EdgeEnd(ends, self._carrier, self._rank, _ANY if of_losses else slots)
         # A section posts the gradients of a window when it has encoded it: `in_flight` bounds them.
         gradients = EdgeEnd(ends.returned, back, self._rank, _ANY if self._is_sender else slots)
         self._features = (Outbox if self._is_sender else Inbox)(features)
@@ -223,9 +240,22 @@ class FeatureEdge:
         self._messages: dict[int, list[Message]] = {}
         self._windows_of: defaultdict[int, list[int]] = defaultdict(list)  # receiver -> windows of its messages
         self._shares: dict[int, list[_Share]] = {}
-        self._gradient_rows: tuple[Rows, ...] = ()
+        self._rows: tuple[Rows, ...] = ()  # the tensors of a message of this step
+        self._back: tuple[Rows, ...] = ()  # the tensors of a message that comes back
         self.kept: dict[int, tuple[Tensor, ...]] = {}
         self._kept_of: StepPlan | None = None
+
+    @property
+    def form(self) -> FeatureForm:
+        """The form of the features."""
+        assert isinstance(self._form, FeatureForm)
+        return self._form
+
+    @property
+    def hidden(self) -> Rows:
+        """A hidden state, as it is sent."""
+        assert isinstance(self._form, LossForm)
+        return self._form.hidden
 
     def take_kept(self, plan: StepPlan) -> dict[int, tuple[Tensor, ...]]:
         """Return window -> features of a step that this rank has encoded ahead, and keep them no longer."""
@@ -244,23 +274,33 @@ class FeatureEdge:
 
     def expect(self, plan: StepPlan, windows: Sequence[int], *, trains: bool) -> None:
         """Prepare for the messages of a step with these windows, in their order; ``trains``: it has backwards."""
-        self._gradient_rows = self.form.gradient_rows if trains else ()
-        self._messages = {window: messages_of(plan, self.component, window, self.form.rows) for window in windows}
+        self._rows, self._back = self._form.sent_and_returned(trains=trains)
+        of_edge = {window: messages_of(plan, self.component, window, self._rows) for window in windows}
+        self._messages = {
+            window: [replace(message, receiver=message.receiver + self._behind) for message in messages]
+            for window, messages in of_edge.items()
+        }
         self._carrier.prepare([message for messages in self._messages.values() for message in messages])
         self._windows_of.clear()
         for window, messages in self._messages.items():
-            self._features.expect(messages)
+            if self._is_sender or isinstance(self._form, FeatureForm):
+                self._features.expect(messages)
             for message in messages:
                 self._windows_of[message.receiver].append(window)
             if self._is_sender:
-                self._shares[window] = _shares(plan, self.component, window, self._rank)
+                shares = _shares(plan, self.component, window, self._rank)
+                self._shares[window] = [share._replace(receiver=share.receiver + self._behind) for share in shares]
             else:
                 self._gradients.expect(self._returned(window))
 
     def _returned(self, window: int) -> list[Message]:
-        """The messages with the gradients of a window."""
-        rows = self._gradient_rows
-        return [back for message in self._messages[window] if rows for back in message.returned(rows)]
+        """The messages with the gradients of a window, or with the hidden states."""
+        return [back for message in self._messages[window] if self._back for back in message.returned(self._back)]
+
+    def expect_back(self, window: int) -> None:
+        """Post the receives of what comes back to this rank of a window; its features have left."""
+        assert isinstance(self._gradients, Inbox)
+        self._gradients.expect(self._returned(window))
 
     def peers(self, window: int) -> tuple[int, ...]:
         """Return the ranks at the other end of this rank's messages of a window, until its gradients are back."""
@@ -284,20 +324,20 @@ class FeatureEdge:
         for share in self._shares[window]:
             index = to_device(torch.from_numpy(share.rows), self._device)
             self._features.push(share.receiver, [tensor.detach().index_select(0, index) for tensor in tensors])
-        assert isinstance(self._gradients, Inbox)
-        self._gradients.expect(self._returned(window))
 
     def take(self, window: int) -> tuple[Tensor, ...]:
         """Wait for the features that this rank needs of a window: ``[features, ...]`` each, without a graph."""
         assert isinstance(self._features, Inbox)
         if any(message.receiver == self._rank for message in self._messages[window]):
             return self._features.take()
-        return tuple(tensor.to(self._device) for tensor in self.form.pattern.tensors())
+        return Message(self._rank, self._rows, ()).empty(self._device)
 
     def give_back(self, window: int, gradients: Sequence[Tensor]) -> None:
         """Send the gradients of what :meth:`take` returned: ``[features, ...]`` for each tensor that has one."""
         assert isinstance(self._gradients, Outbox)
-        own = [message for message in self._messages.pop(window) if message.receiver == self._rank]
+        own = [message for message in self._messages[window] if message.receiver == self._rank]
+        if isinstance(self._form, LossForm):
+            self._features.expect(own)
         for message in own:
             for part in message.parts:
                 rows = slice(part.start, part.stop)
@@ -306,7 +346,7 @@ class FeatureEdge:
     def take_gradients(self, window: int, num_rows: int) -> list[Tensor]:
         """Wait for a window's gradients ``[num_rows, ...]``, summed over ranks in fp32 always in the same order."""
         assert isinstance(self._gradients, Inbox)
-        shares, rows = self._shares.pop(window), self.form.gradient_rows
+        shares, rows = self._shares[window], self._back
         dtypes = [torch.promote_types(dtype, torch.float32) if len(shares) > 1 else dtype for _, dtype in rows]
         totals = [
             torch.zeros(num_rows, *shape, dtype=dtype, device=self._device)
@@ -363,18 +403,25 @@ def _runs(plan: StepPlan, component: str, window: int) -> Iterator[tuple[int, in
 
 
 def connect_sections(
-    model: OmniModel, sections: Mapping[str, Section], state: ParallelState, device: torch.device
-) -> dict[str, FeatureEdge]:
-    """Return component -> this rank's end of its edge. All ranks must call it, with a sharded model.
+    model: OmniModel,
+    sections: Mapping[str, Section],
+    state: ParallelState,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    last_stage: int,
+) -> tuple[dict[str, FeatureEdge], dict[str, FeatureEdge]]:
+    """Return component -> this rank's end of its edge, and decoder -> its end of the edge of its losses.
 
-    An edge goes to the section with the component that reads the features: most often the foundation in ``main``. Each
-    section encodes its smallest input once, and tells the other ranks the form of the features.
+    All ranks must call it, with a sharded model. An edge goes to the section with the component that reads the
+    features: most often the foundation in ``main``. Each section encodes its smallest input once, and tells the other
+    ranks the form of the features. ``dtype``: of hidden states. ``last_stage``: the pipeline rank that has it.
     """
     own = sections[state.section].components if state.section in sections else ()
     forms = {name: _form(model, name, device) for name in own}
     for of_rank in gathered_objects(forms):
         forms |= of_rank
-    edges = {}
+    edges, losses = dict[str, FeatureEdge](), dict[str, FeatureEdge]()
     section_of = {component: name for name, section in sections.items() for component in section.components}
     reader_of = {read: section_of.get(reader, MAIN) for reader, read in model.reads.items()}
     for section_name, section in sections.items():
@@ -383,13 +430,35 @@ def connect_sections(
             form = forms[component]._replace(pattern=_on(forms[component].pattern, device))
             ends = Ends(section_name, reader_of.get(component, MAIN))
             reading = state.of_section(ends.target)
-            receivers = reading.ranks[: reading.size("stage")]  # of the first stage
+            of_stage = reading.size("stage")
+            receivers = reading.ranks[:of_stage]  # of the first stage
             made = FeatureEdge(
                 component, form, ends, senders, receivers, slots=section.slots, device=device, carrier=section.carrier
             )
             if state.rank in (*senders, *receivers):
                 edges[component] = made
-    return edges
+            if component in model.decoder_names:
+                hidden, columns = Rows(form.rows[0].shape, dtype), 1 + len(loss_metrics(model, component))
+                behind = last_stage * of_stage
+                receivers = reading.ranks[behind : behind + of_stage]
+                made = FeatureEdge(
+                    component,
+                    LossForm(hidden, columns),
+                    ends,
+                    senders,
+                    receivers,
+                    slots=section.slots,
+                    device=device,
+                    behind=behind,
+                )
+                if state.rank in (*senders, *receivers):
+                    losses[component] = made
+    return edges, losses
+
+
+def loss_metrics(model: OmniModel, decoder: str) -> tuple[str, ...]:
+    """Return the names of the metrics of a decoder's losses, besides the loss."""
+    return tuple(getattr(model.get_submodule(decoder), "token_metrics", ()))
 
 
 def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm:
@@ -398,7 +467,8 @@ def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm
     of_gpu = [device] if device.type == "cuda" else []  # by default, those of all GPUs of the node
     with torch.no_grad(), torch.random.fork_rng(of_gpu):
         features, _ = call_component(model, component, {}, {first: 1})
-    return FeatureForm(_on(features.without_items(), torch.device("cpu")), model.has_backward(component))
+    without_labels = divided_labels(features)[0] if component in model.decoder_names else features
+    return FeatureForm(_on(without_labels.without_items(), torch.device("cpu")), model.has_backward(component))
 
 
 def _on(pattern: MediaFeatures, device: torch.device) -> MediaFeatures:

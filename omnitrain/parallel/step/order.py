@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import layout_of
+from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.plan import StepTables, Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.wavefront.step import CostOrder, SectionLimits, StepOrder
 from omnitrain.recipe.parallel import FOUNDATION
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,23 @@ def order_of_run(model: OmniModel) -> OrderOfRun | None:
     if not layout.sections:
         inside = encoders_of_own_packs(model)
         return OrderOfRun(CostOrder(inside, coupled), inside, operations)
-    sizes = {name: layout.state.of_section(name).world_size for name in layout.sections}
-    sections = tuple(
-        SectionLimits(tuple(of.components), sizes[name], of.slots, of.in_flight, of.encode_twice)
+    sections = _limits(model, layout)
+    foundation = layout.components[FOUNDATION].plan
+    further = (foundation.schedule or PipelineSchedule()).extra_forwards + (foundation.pp or 1) - 1
+    encoders = tuple(name for section in sections for name in section.components)
+    return OrderOfRun(StepOrder(sections, coupled, further), encoders, operations)
+
+
+def _limits(model: OmniModel, layout: ModelLayout) -> tuple[SectionLimits, ...]:
+    """The settings of sections that decide the order."""
+    return tuple(
+        SectionLimits(
+            tuple(of.components),
+            layout.state.of_section(name).world_size,
+            of.slots,
+            of.in_flight,
+            of.encode_twice,
+            tuple(decoder for decoder in of.components if decoder in model.decoder_names),
+        )
         for name, of in layout.sections.items()
     )
-    encoders = tuple(name for section in sections for name in section.components)
-    return OrderOfRun(StepOrder(sections, coupled), encoders, operations)

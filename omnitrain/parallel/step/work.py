@@ -20,7 +20,7 @@ from omnitrain.plan import Placement
 def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
     """Return this rank's work in the forward of a micro-batch, without the features that it reads."""
     _, heads = batch.plan.calls_and_heads(micro_batch)
-    return MicroBatchWork(heads, slice_in(model, batch, micro_batch), open_heads=batch.plan.topology.heads_behind)
+    return MicroBatchWork(heads, slice_in(model, batch, micro_batch), apart=batch.plan.topology.heads_apart)
 
 
 def slice_in(model: OmniModel, batch: StepBatch, micro_batch: int) -> RankSlice | None:

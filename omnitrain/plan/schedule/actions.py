@@ -13,6 +13,8 @@ from typing import NamedTuple
 from omnitrain.errors import ScheduleError
 
 FOUNDATION = "foundation"
+# Behind the name of a decoder in a section: the hidden states for its head, and what comes back from there.
+STATES, LOSS = ".states", ".loss"
 
 
 class Kind(StrEnum):
@@ -33,6 +35,7 @@ class Kind(StrEnum):
     ENCODE = "ENCODE"  # run encoders on this rank's items
     EXCHANGE = "EXCHANGE"  # features go to the ranks that need them
     ENCODE_B = "ENCODE_B"  # backward of the encoders
+    HEAD = "HEAD"  # of a decoder in a section: its loss of hidden states that came, and their gradients
     OPTIMIZER = "OPTIMIZER"  # gradient norm and update
 
 
@@ -40,7 +43,7 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 WEIGHTS = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE})
-ENCODES = frozenset({Kind.ENCODE, Kind.EXCHANGE, Kind.ENCODE_B})
+ENCODES = frozenset({Kind.ENCODE, Kind.EXCHANGE, Kind.ENCODE_B, Kind.HEAD})
 COLLECTIVES = ENCODES | {Kind.OPTIMIZER}  # over all pipeline ranks
 
 SEND_OF = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}
@@ -63,7 +66,8 @@ class Action(NamedTuple):
     # index of the micro-batch; of encoders: the first one of the window. None: the action is done once in the step
     micro_batch: int | None = None
     peer: int | None = None  # pipeline rank at the other end of a ``SEND`` or ``RECV``, else None
-    component: str = FOUNDATION  # the component whose stage it is, or that it encodes
+    # the component whose stage it is, or that it encodes; of messages for a head: its decoder, with STATES or LOSS
+    component: str = FOUNDATION
     parts: tuple[Action, ...] = ()  # of ``OVERLAP_F_B``, its forward and its backward, in this order; else empty
 
     def __str__(self) -> str:
@@ -85,6 +89,11 @@ class Action(NamedTuple):
     def computes(self) -> bool:
         """Whether it runs on the compute stream of its rank. Messages and gathers run beside it."""
         return self.kind in COMPUTE or self.kind in COLLECTIVES
+
+    @property
+    def owner(self) -> str:
+        """The component that it is about; of messages for a head, its decoder."""
+        return self.component.removesuffix(STATES).removesuffix(LOSS)
 
     def receive(self, sender: int) -> Action:
         """Return the receive that belongs to this send of rank ``sender``."""
@@ -129,6 +138,9 @@ class SectionWindows:
     upcoming: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
     # component of this section -> one of another section that it reads, in windows of equal size
     reads: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # decoder -> micro-batches in which it has targets. The last stage sends the section the hidden states from which
+    # they are predicted; the section computes the loss, and sends it back with the gradients of these states
+    heads: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
     # number of stages of each of its components: the section has as many lists of actions. With several, a forward of a
     # stage is ``F``, and ``ENCODE`` is not used
     num_stages: int = 1
@@ -164,8 +176,6 @@ class StagedNode(NamedTuple):
     ranks: tuple[int, ...]  # ``[stages]``, the list of actions of each stage
     windows: tuple[int, ...]  # first micro-batches of the windows that it runs
     is_trained: bool = True  # whether it has backwards
-    # whether its input is the foundation's hidden states, and its output a loss; else it reads media and gives features
-    reads_states: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,7 +187,6 @@ class Schedule:
     num_micro_batches: int  # number of micro-batches of the step
     # sections; after the pipeline ranks, ``actions`` has the list of each of them
     sections: tuple[SectionWindows, ...] = ()
-    heads: tuple[StagedNode, ...] = ()  # decoders whose heads are nodes behind the last stage
 
     @property
     def num_ranks(self) -> int:
@@ -206,8 +215,8 @@ class Schedule:
 
     @cached_property
     def staged(self) -> Mapping[str, StagedNode]:
-        """Component -> its stages: the foundation, heads, and the components of sections with several stages."""
-        nodes = [StagedNode(FOUNDATION, self.stage_ranks, tuple(range(self.num_micro_batches))), *self.heads]
+        """Component -> its stages: the foundation, and the components of sections with several stages."""
+        nodes = [StagedNode(FOUNDATION, self.stage_ranks, tuple(range(self.num_micro_batches)))]
         nodes += [
             StagedNode(component, tuple(self.rows_of_sections[s.name]), tuple(windows), component in s.trained)
             for s in self.sections
@@ -220,19 +229,11 @@ class Schedule:
         """Return the stages of the foundation on a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
 
-    def sources_of(self, part: Action) -> list[Action]:
-        """Return the passes whose results a pass needs: of the stage before or after, or across the hidden states."""
+    def source_of(self, part: Action) -> Action | None:
+        """Return the pass of the stage before or after whose result a pass needs, if any."""
         assert part.stage is not None
-        node, last = self.staged[part.component], self.num_stages - 1
         stage = part.stage + (-1 if part.kind is Kind.F else 1)
-        if 0 <= stage < len(node.ranks):
-            return [part._replace(stage=stage)]
-        if node.reads_states and stage < 0:
-            return [part._replace(stage=last, component=FOUNDATION)]
-        if part.component == FOUNDATION and stage > last:
-            heads = [head.component for head in self.heads if part.micro_batch in head.windows]
-            return [part._replace(stage=0, component=head) for head in heads]
-        return []
+        return part._replace(stage=stage) if 0 <= stage < len(self.staged[part.component].ranks) else None
 
     def send_of(self, part: Action) -> Action | None:
         """Return the send of a pass's result to another stage's rank; None: it stays there, or no stage needs it."""
@@ -271,7 +272,10 @@ class Schedule:
 
 
 _KEPT = frozenset(
-    {Kind.F, Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD, Kind.ENCODE, Kind.EXCHANGE, Kind.OVERLAP_F_B}
+    {
+        *(Kind.F, Kind.OVERLAP_F_B, Kind.ENCODE, Kind.EXCHANGE, Kind.HEAD),
+        *(Kind.SEND_F, Kind.RECV_F, Kind.UNSHARD, Kind.RESHARD),
+    }
 )
 
 
@@ -282,8 +286,7 @@ def without_backwards(schedule: Schedule, *, encodes_only: bool = False) -> Sche
     """
     rows = [[*_forwards_in(row)] for row in schedule.actions]
     if encodes_only:
-        heads = {(0, head.component) for head in schedule.heads}
-        rows = [[a for a in row if _is_of_encoders(a) and (a.stage, a.component) not in heads] for row in rows]
+        rows = [[*filter(_is_of_encoders, row)] for row in rows]
     return schedule.with_actions(rows)
 
 
@@ -296,5 +299,5 @@ def _forwards_in(row: Iterable[Action]) -> Iterator[Action]:
 def _is_of_encoders(action: Action) -> bool:
     """Whether an action encodes, or belongs to the first stage, whose forward calls components; and is no message."""
     if action.component != FOUNDATION or action.stage is None:
-        return True
+        return action.kind is not Kind.HEAD and action.component == action.owner
     return action.stage == 0 and action.kind not in (Kind.SEND_F, Kind.RECV_F)

@@ -10,7 +10,7 @@ from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, Timeline, simulate
 
 _FILL = {Kind.W: "-", Kind.OVERLAP_F_B: "=", **dict.fromkeys((Kind.F, Kind.ENCODE), ">")}
-_FILL |= dict.fromkeys((Kind.B, Kind.I, Kind.ENCODE_B), "<")
+_FILL |= dict.fromkeys((Kind.B, Kind.I, Kind.ENCODE_B), "<") | {Kind.HEAD: "="}
 _IDLE = "."
 
 
@@ -54,7 +54,7 @@ def _subtree(name: str, facts: Mapping[str, Mapping[str, str]], schedule: Schedu
     yield f"{name}: rank{'s' * (' ' in row['ranks'])} {row['ranks']} of {row['section']}"
     for of_row, actions in zip(row_names(schedule), schedule.actions, strict=True):
         parts = [part for action in actions for part in action.parts or (action,)]
-        own = [str(part).partition("@")[0] for part in parts if part.component == name and part.micro_batch == 0]
+        own = [str(part).partition("@")[0] for part in parts if part.owner == name and part.micro_batch == 0]
         if own:
             yield f"{'│' if below else ' '}  {' '.join(of_row.split())}: {' '.join(own)}"
     for node in below:
@@ -77,7 +77,8 @@ def gantt(timeline: Timeline, *, width: int = 100) -> str:
     """Return a simulated step as text: a line of ``width`` columns for each rank and section, and its idle time.
 
     A forward is filled with ``>``, a backward with ``<`` (also of encoders of sections), weight gradients with ``-``,
-    an overlap with ``=``, idle time with dots. A second line has messages, gathers and reductions, if they take time.
+    an overlap and the loss of a decoder of a section with ``=``, idle time with dots. A second line has messages,
+    gathers and reductions, if they take time.
     """
     lines = []
     for rank, (name, row) in enumerate(zip(row_names(timeline.schedule), timeline.events, strict=True)):

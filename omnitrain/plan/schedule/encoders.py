@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from omnitrain.plan.placement import Placement
-from omnitrain.plan.schedule.actions import FOUNDATION, Action, Kind, Schedule, StagedNode
+from omnitrain.plan.schedule.actions import FOUNDATION, Action, Kind, Schedule
 from omnitrain.plan.schedule.simulate import Event, simulate
 
 # A backward takes about twice as long as a forward.
 _SECONDS = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
-_FORWARDS, _BACKWARDS = {Kind.F, Kind.ENCODE}, {Kind.B, Kind.ENCODE_B}
+_FORWARDS, _BACKWARDS = {Kind.F, Kind.ENCODE, Kind.HEAD}, {Kind.B, Kind.ENCODE_B}
 
 
 class EncoderWindows(NamedTuple):
@@ -98,23 +97,3 @@ def with_weights(row: Sequence[Action]) -> Iterator[tuple[list[Action], Action, 
         weights = Action(Kind.UNSHARD, action.stage, component=action.component)
         after = [weights._replace(kind=kind) for kind in [Kind.REDUCE] * is_last + [Kind.RESHARD]]
         yield [weights], action, after
-
-
-def with_heads(schedule: Schedule, heads: Mapping[str, Sequence[int]]) -> Schedule:
-    """Return a schedule in which the heads of decoders are nodes behind the last stage, on its rank.
-
-    ``heads``: decoder -> micro-batches in which it has targets. A head has a forward after that of the last stage,
-    whose hidden states it reads, and a backward before that of the last stage, which begins with its gradients.
-    """
-    if not heads or not schedule.num_micro_batches:
-        return schedule
-    rank, last = schedule.stage_ranks[-1], schedule.num_stages - 1
-    row: list[Action] = []
-    for action in schedule.actions[rank]:
-        parts = [part for part in action.passes if part.stage == last and part.kind is not Kind.W]
-        behind = [Action(p.kind, 0, p.micro_batch, None, h) for p in parts for h in heads if p.micro_batch in heads[h]]
-        row += [part._replace(kind=Kind.B) for part in behind[::-1] if part.kind is not Kind.F]
-        row += [action, *(part for part in behind if part.kind is Kind.F)]
-    rows = (*schedule.actions[:rank], tuple(row), *schedule.actions[rank + 1 :])
-    nodes = tuple(StagedNode(head, (rank,), tuple(windows), reads_states=True) for head, windows in heads.items())
-    return replace(schedule, actions=rows, heads=nodes)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
@@ -132,30 +133,32 @@ def generate(
     num_chunks: int | None = None,
     group_size: int | None = None,
     overlap: bool = False,
+    extra_forwards: int = 0,
 ) -> Schedule:
     """Return a schedule by its name in a recipe: ``gpipe``, ``1f1b``, ``interleaved`` or ``zbv``.
 
-    ``num_chunks``: number of stages on each rank; None: 2 for ``interleaved`` and ``zbv``, else 1. See
-    :func:`interleaved`. Raises ScheduleError: no such kind, or it does not allow the chunks, the group size or the
-    overlap.
+    ``num_chunks``: number of stages on each rank; None: 2 for ``interleaved`` and ``zbv``, else 1. ``extra_forwards``:
+    the extra warm-up of :func:`one_f_one_b`. See :func:`interleaved`. Raises ScheduleError: no such kind, or it does
+    not allow the chunks, the group size, the overlap or extra forwards.
     """
     if kind not in KINDS:
         raise ScheduleError(f"there is no pipeline schedule '{kind}'; there are {', '.join(KINDS)}")
-    if overlap and kind in ("gpipe", "zbv"):
+    if (overlap or extra_forwards) and kind in ("gpipe", "zbv"):
         raise ScheduleError(f"{kind} does not run a forward and a backward in turn; use 1f1b or interleaved")
+    more: dict[str, Any] = {"overlap": overlap, "extra_warm_up": extra_forwards}
     least = 2 if kind in ("interleaved", "zbv") else 1
     chunks = num_chunks or least
     if kind == "interleaved":
         if chunks < least:
             raise ScheduleError(f"interleaved needs at least 2 stages on each rank, not {chunks}; for 1 use 1f1b")
-        return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size, overlap=overlap)
+        return interleaved(num_ranks, chunks, num_micro_batches, group_size=group_size, **more)
     if group_size is not None:
         raise ScheduleError(f"{kind} has no groups of micro-batches; leave out the group size or use interleaved")
     if chunks != least:
         stages, others = f"{least} stage{'s' * (least > 1)}", "" if kind == "zbv" else "; for more use interleaved"
         raise ScheduleError(f"{kind} has {stages} on each rank, not {chunks}{others}")
     if kind == "1f1b":
-        return one_f_one_b(num_ranks, num_micro_batches, overlap=overlap)
+        return one_f_one_b(num_ranks, num_micro_batches, **more)
     return (gpipe if kind == "gpipe" else zbv)(num_ranks, num_micro_batches)
 
 

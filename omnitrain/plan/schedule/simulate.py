@@ -203,13 +203,14 @@ class _Run:
     def _arrivals(self, rank: int, part: Action) -> Iterator[_Fact]:
         """Yield the actions that bring a forward or backward its input from another stage."""
         send, made_by = _INPUTS[part.kind]
-        for source in self.schedule.sources_of(part):
-            assert source.stage is not None
-            if not self.has_messages or self.schedule.staged[source.component].ranks[source.stage] == rank:
-                yield _fact(source, made_by)
-            else:
-                yield _fact(part, RECEIVE_FOR[part.kind])
-                yield _fact(source, send)
+        if (source := self.schedule.source_of(part)) is None:
+            return
+        assert source.stage is not None
+        if not self.has_messages or self.schedule.staged[source.component].ranks[source.stage] == rank:
+            yield _fact(source, made_by)
+        else:
+            yield _fact(part, RECEIVE_FOR[part.kind])
+            yield _fact(source, send)
 
     def _run(self, rank: int, action: Action, needs: list[_Fact]) -> None:
         """Run an action whose needs are all true."""
@@ -293,7 +294,8 @@ def _receives_before_sends(schedule: Schedule, slots: int) -> dict[tuple[int, Ac
     """Return, for each send, the receive that has to be posted before it ends.
 
     Features of a section have slots of their own, and a receive is posted when the one ``slots`` before it was taken.
-    Gradients for a section never wait: their receives are posted when the section has sent the features.
+    Gradients and hidden states for a section never wait, as their receives are posted when it has sent the features;
+    nor do losses, for which they are posted when the hidden states were sent.
     """
     channels: dict[tuple[int, Kind, int | None, str], list[Action]] = defaultdict(list)
     posted: dict[tuple[int, Action], _Fact] = {}
@@ -302,7 +304,7 @@ def _receives_before_sends(schedule: Schedule, slots: int) -> dict[tuple[int, Ac
             if action.kind in SENDS and (action.stage is not None or action.kind is Kind.SEND_F):
                 channel = channels[rank, action.kind, action.peer, action.component]
                 channel.append(action)
-                ahead = slots if action.stage is not None else schedule.slots[action.component]
+                ahead = slots if action.stage is not None else schedule.slots.get(action.component, len(channel))
                 if len(channel) > ahead:
                     posted[rank, action] = _fact(channel[len(channel) - 1 - ahead].receive(rank))
     return posted

@@ -12,9 +12,11 @@ from omnitrain.plan.schedule.actions import (
     COLLECTIVES,
     ENCODES,
     FOUNDATION,
+    LOSS,
     RECEIVE_OF,
     RECEIVES,
     SENDS,
+    STATES,
     WEIGHTS,
     Action,
     Kind,
@@ -193,7 +195,7 @@ def _gathered(schedule: Schedule, rank: int, row: tuple[Action, ...]) -> Iterato
 
 
 def _needed_weights(action: Action) -> list[Action]:
-    if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+    if action.kind in (Kind.ENCODE, Kind.HEAD, Kind.ENCODE_B):
         return [Action(Kind.UNSHARD, component=action.component)]
     return [Action(Kind.UNSHARD, part.stage, component=part.component) for part in action.passes]
 
@@ -222,7 +224,8 @@ def _features(schedule: Schedule) -> Iterator[Problem]:
         for index, action in enumerate(row):
             for part in action.passes or (action,):
                 places[part].append(index)
-    for rank, expected in (*_windows_of_main(schedule, at), *_windows_of_sections(schedule, at)):
+    by_windows = (*_windows_of_main(schedule, at), *_windows_of_sections(schedule, at))
+    for rank, expected in (*by_windows, *_losses_of_sections(schedule, at)):
         indices = [index for action in expected for index in at[rank].get(action, ())]
         if indices != sorted(indices) or len(indices) != len(expected):
             message = f"rank {rank}: expected {', '.join(map(str, expected))}, each once and in this order"
@@ -272,6 +275,22 @@ def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[
                 read += [last, returned]
             yield rank, here
             yield peer, read
+
+
+def _losses_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
+    """Yield the actions of the last stage's rank and of a section for each loss that the section computes, in order."""
+    main, stage = schedule.stage_ranks[-1], schedule.num_stages - 1
+    for section in schedule.sections:
+        rank = schedule.rows_of_sections[section.name][-1]
+        for decoder, k in ((name, k) for name, micro_batches in section.heads.items() for k in micro_batches):
+            backwards = (Action(kind, stage, k) for kind in (Kind.B, Kind.I))
+            states = Action(Kind.SEND_F, None, k, rank, f"{decoder}{STATES}")
+            loss = Action(Kind.SEND_F, None, k, main, f"{decoder}{LOSS}")
+            encode = section.passes_of(decoder, k, section.num_stages - 1)[0]
+            head = Action(Kind.HEAD, None, k, component=decoder)
+            yield rank, [*([] if section.is_encoded else [encode]), states.receive(main), head, loss]
+            ends = [action for action in backwards if action in at[main]]
+            yield main, [Action(Kind.F, stage, k), states, loss.receive(rank), *ends]
 
 
 def _first_and_last(places: _Places, micro_batches: range) -> tuple[Action, Action]:

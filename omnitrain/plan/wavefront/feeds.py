@@ -35,12 +35,23 @@ class Feeder:
 
 
 @dataclass(frozen=True)
+class Sink:
+    """A section behind the critical one, with decoders: it computes losses in the order in which forwards end."""
+
+    # ``[samples]`` seconds from the hidden states of a sample to their gradients; 0: it computes no loss of it
+    seconds: Sequence[float]
+    lanes: tuple[int, ...]  # the lanes that send it hidden states
+
+
+@dataclass(frozen=True)
 class Wavefront:
-    """Samples of a step, the lanes that train on them, and the feeders that encode for the lanes.
+    """Samples of a step, the lanes that train on them, the feeders that encode for the lanes, and the sinks.
 
     A lane is one data-parallel rank of the critical section. It runs the forward and the backward of a sample, then the
     next sample; a sample begins when all of its features are there. A feeder begins the next forward as soon as slots
-    and ``in_flight`` allow, otherwise the backward that became possible first.
+    and ``in_flight`` allow, otherwise the backward that became possible first. With sinks, the backward of a sample,
+    two thirds of its work, begins when all sinks are done with it; the lane has run ``extra_forwards`` further forwards
+    before, if it has as many samples left.
     """
 
     work: Sequence[float]  # ``[samples]`` seconds of forward and backward in the critical section
@@ -50,6 +61,8 @@ class Wavefront:
     # lanes begin their n-th samples together and wait for the longest (collectives of FSDP or experts in every layer);
     # each lane has the same number of samples
     coupled: bool = False
+    sinks: tuple[Sink, ...] = ()  # the sinks; a lane has at most one of each section
+    extra_forwards: int = 0
 
     def __post_init__(self) -> None:
         for feeder in self.feeders:
@@ -57,8 +70,14 @@ class Wavefront:
                 raise ValueError(f"a feeder has {len(feeder.forward)} samples; expected {len(self.work)}")
             if feeder.slots < 1 or feeder.keeps < 1:
                 raise ValueError(f"slots {feeder.slots}, in_flight {feeder.in_flight}: expected at least 1")
-            if self.coupled and any(feeder.backwards) and feeder.keeps < len(feeder.lanes):
-                raise ValueError(f"in_flight {feeder.in_flight}: expected at least {len(feeder.lanes)}, one per lane")
+            further = self.extra_forwards if self.sinks else 0
+            least = len(feeder.lanes) * (self.coupled + further) + (not self.coupled)
+            if any(feeder.backwards) and feeder.keeps < least:
+                per_lane = f"{1 + further} per lane" if further else "one per lane"
+                raise ValueError(f"in_flight {feeder.in_flight}: expected at least {least}, {per_lane}")
+        for sink in self.sinks:
+            if len(sink.seconds) != len(self.work):
+                raise ValueError(f"a sink has {len(sink.seconds)} samples; expected {len(self.work)}")
         of_lane = Counter(self.lane)
         numbers = {of_lane[lane] for lane in range(self.num_lanes)}
         if self.coupled and len(numbers) > 1:
@@ -82,6 +101,20 @@ class Wavefront:
     def fed(self) -> list[set[int]]:
         """For each feeder the samples that it encodes."""
         return [{s for s, needs in enumerate(self.needs) if g in needs} for g in range(len(self.feeders))]
+
+    @cached_property
+    def predicted(self) -> list[list[int]]:
+        """``[samples]`` indices of the sinks that compute a loss of each sample."""
+        behind = [set(sink.lanes) for sink in self.sinks]
+        return [
+            [n for n, sink in enumerate(self.sinks) if sink.seconds[s] > 0 and lane in behind[n]]
+            for s, lane in enumerate(self.lane)
+        ]
+
+    @cached_property
+    def exposed(self) -> list[float]:
+        """``[samples]`` seconds from the end of a forward to its gradients, if no sink is busy then."""
+        return [max([self.sinks[n].seconds[s] for n in found], default=0.0) for s, found in enumerate(self.predicted)]
 
     @cached_property
     def loads(self) -> tuple[list[float], list[float]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, permutations, product
+from itertools import accumulate, chain, islice, permutations, product, zip_longest
 from math import factorial, prod
 from operator import add
 from random import Random
 
-from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
-from omnitrain.plan.wavefront.simulate import makespan
+from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
+from omnitrain.plan.wavefront.simulate import FORWARD, makespan
+
+Lanes = list[list[int]]
 
 
 def lower_bound(wave: Wavefront) -> float:
@@ -18,34 +20,72 @@ def lower_bound(wave: Wavefront) -> float:
     if not wave.num_samples:
         return 0.0
     lanes = wave.lanes_of(range(wave.num_samples))
-    whole = [sum(wave.work[s] for s in lane) for lane in lanes]
-    if wave.coupled:
-        # The j-th longest round is at least as long as the j-th longest sample of any lane.
-        descending = [sorted((wave.work[s] for s in lane), reverse=True) for lane in lanes]
-        whole = [sum(max(of_rank) for of_rank in zip(*descending, strict=True))] * len(lanes)
+    whole = _whole_lanes(wave, lanes)
     found = [*whole, max(_chain(wave, s) for s in range(wave.num_samples))]
+    for sink in wave.sinks:
+        found += _own_losses(wave, sink, [s for lane in sink.lanes for s in lanes[lane] if sink.seconds[s] > 0])
     for feeder in wave.feeders:
         fed = [s for lane in feeder.lanes for s in lanes[lane] if feeder.forward[s] > 0]
         found += [*_own_work(wave, feeder, fed), *_lanes_in_turn(feeder, lanes, whole)] if fed else []
     return max(found)
 
 
-def _chain(wave: Wavefront, sample: int) -> float:
-    """The seconds of a sample alone: its slowest forward, its lane, its slowest backward."""
+def _whole_lanes(wave: Wavefront, lanes: Lanes) -> list[float]:
+    """The work of each lane, or of the rounds of coupled lanes, and the losses that no other work of it can hide.
+
+    A lane that runs one further forward hides the loss of a sample behind a backward and a forward of two others. So
+    no order hides more than if the longest loss were beside the longest work, the next one beside the next, and so on.
+    """
+    of_lanes = [_descending(wave.work, lane) for lane in lanes], [_descending(wave.exposed, lane) for lane in lanes]
+    if wave.coupled:  # the j-th longest round is at least as long as the j-th longest sample of any lane
+        of_rounds = [[*map(max, zip(*seconds, strict=True))] for seconds in of_lanes]
+        of_lanes = [of_rounds[0]] * len(lanes), [of_rounds[1]] * len(lanes)
+    hidden = wave.extra_forwards if wave.extra_forwards < 2 else wave.num_samples
+    return [
+        sum(work) + sum(max(0.0, e - hidden * w) for w, e in zip(work, exposed, strict=True))
+        for work, exposed in zip(*of_lanes, strict=True)
+    ]
+
+
+def _descending(seconds: Sequence[float], samples: Sequence[int]) -> list[float]:
+    return sorted([seconds[s] for s in samples], reverse=True)
+
+
+def _before_and_behind(wave: Wavefront, sample: int) -> tuple[float, float]:
+    """The seconds of a sample before and behind its lane: its slowest forward, and its slowest backward."""
     fed_by = [wave.feeders[g] for g in wave.needs[sample]]
     before = max((feeder.forward[sample] for feeder in fed_by), default=0.0)
-    return before + wave.work[sample] + max((feeder.backwards[sample] for feeder in fed_by), default=0.0)
+    return before, max((feeder.backwards[sample] for feeder in fed_by), default=0.0)
+
+
+def _chain(wave: Wavefront, sample: int) -> float:
+    """The seconds of a sample alone."""
+    return sum(_before_and_behind(wave, sample), _stay(wave, sample))
+
+
+def _stay(wave: Wavefront, sample: int) -> float:
+    """The least seconds from the beginning of a sample in its lane to its end there."""
+    return wave.work[sample] + wave.exposed[sample]
+
+
+def _own_losses(wave: Wavefront, sink: Sink, predicted: Sequence[int]) -> Iterator[float]:
+    """The losses of a sink follow a first forward, and a last backward follows them."""
+    if predicted:
+        sides = [_before_and_behind(wave, s) for s in predicted]
+        heads = [before + FORWARD * wave.work[s] for s, (before, _) in zip(predicted, sides, strict=True)]
+        tails = [(1 - FORWARD) * wave.work[s] + behind for s, (_, behind) in zip(predicted, sides, strict=True)]
+        yield min(heads) + sum(sink.seconds[s] for s in predicted) + min(tails)
 
 
 def _own_work(wave: Wavefront, feeder: Feeder, fed: Sequence[int]) -> Iterator[float]:
     """A sample's lane and backward follow its last forward, and precede its first backward."""
     forwards, backwards = sum(feeder.forward[s] for s in fed), sum(feeder.backwards[s] for s in fed)
-    yield forwards + min(wave.work[s] + feeder.backwards[s] for s in fed)
+    yield forwards + min(_stay(wave, s) + feeder.backwards[s] for s in fed)
     trained = [s for s in fed if feeder.backwards[s] > 0]
     if trained:
-        first = min(feeder.forward[s] + wave.work[s] for s in trained)
+        first = min(feeder.forward[s] + _stay(wave, s) for s in trained)
         yield max(forwards, first) + backwards
-        yield sum(feeder.forward[s] + wave.work[s] + feeder.backwards[s] for s in trained) / feeder.keeps
+        yield sum(feeder.forward[s] + _stay(wave, s) + feeder.backwards[s] for s in trained) / feeder.keeps
 
 
 def _lanes_in_turn(feeder: Feeder, lanes: Sequence[Sequence[int]], whole: Sequence[float]) -> Iterator[float]:
@@ -65,7 +105,6 @@ def _last_of(begins: Sequence[float], seconds: Iterable[float]) -> float:
     return max(map(add, begins, sorted(seconds, reverse=True)))
 
 
-Lanes = list[list[int]]
 BUDGET = 16_000  # simulated samples; 20 to 45 ms
 _LEAST_SIMULATIONS = 5
 _NUM_FITTED = 8  # of the seeds for feeders with limits
@@ -81,7 +120,8 @@ def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     """
     bound = lower_bound(wave) * _EXACT
     best, shortest = list(range(wave.num_samples)), float("inf")
-    random, most = Random(0), max(budget // max(wave.num_samples, 1), _LEAST_SIMULATIONS)
+    passes = wave.num_samples * (4 if wave.sinks else 1)
+    random, most = Random(0), max(budget // max(passes, 1), _LEAST_SIMULATIONS)
     # Only the orders inside of lanes that wait for each other differ.
     apart = wave.lanes_of(best) if wave.coupled else [best]
     few = prod(factorial(len(samples)) for samples in apart) <= most
@@ -110,12 +150,15 @@ def _neighbour(best: list[int], random: Random) -> list[int]:
 
 def seeds(wave: Wavefront, random: Random) -> Iterator[list[int]]:
     """Yield orders that are good in different situations."""
-    level = _level(wave, [f + b for f, b in zip(*wave.loads, strict=True)])
+    level = _level(wave, [sum(seconds) for seconds in zip(*wave.loads, wave.exposed, strict=True)])
     yield by_need(wave, level)
     yield by_need(wave, [lane[::-1] for lane in level])  # text before heavy media, which takes time to encode
+    if wave.sinks:
+        yield list(range(wave.num_samples))
+        yield by_need(wave, _between(wave))
     waits = any(feeder.keeps < sum(b > 0 for b in feeder.backwards) for feeder in wave.feeders)
     if waits and not wave.coupled:  # a feeder may have to run a backward before it may run a forward
-        yield from (fitted(wave, random) for _ in range(_NUM_FITTED))
+        yield from (fitted(wave, random) for _ in range(_NUM_FITTED // (2 if wave.sinks else 1)))
 
 
 def by_need(wave: Wavefront, lanes: Lanes) -> list[int]:
@@ -148,6 +191,18 @@ def _level(wave: Wavefront, load: Sequence[float]) -> Lanes:
         surplus += load[sample] - share * wave.work[sample]
         if len(orders[lane]) < len(lanes[lane]):
             heapq.heappush(upcoming, (seconds + wave.work[sample], lane))
+    return orders
+
+
+def _between(wave: Wavefront) -> Lanes:
+    """The samples with the longest losses between others with long work; lanes take turns to begin with a loss."""
+    orders: Lanes = []
+    for number, lane in enumerate(wave.lanes_of(range(wave.num_samples))):
+        by_loss = sorted(lane, key=lambda s: -wave.exposed[s])
+        losses, others = by_loss[: len(lane) // 2], by_loss[len(lane) // 2 :]
+        sides = (sorted(others, key=lambda s: -wave.work[s]), losses)
+        turns = zip_longest(*(sides if number % 2 == 0 else sides[::-1]))
+        orders.append([s for turn in turns for s in turn if s is not None])
     return orders
 
 

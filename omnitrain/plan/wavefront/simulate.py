@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import chain
+from typing import NamedTuple
 
-from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
 
 NEVER = float("inf")
+FORWARD = 1 / 3  # of the work of a sample in its lane
 FeederAction = tuple[int, bool, float, float]  # sample, whether it is its backward, seconds of its start and end
+SinkAction = tuple[int, float, float]  # sample, seconds of its start and end
 
 
 @dataclass
 class WavefrontTimeline:
-    """When everything happens in a step, in seconds: samples in their lanes, and the actions of each feeder."""
+    """When everything happens in a step, in seconds: samples in their lanes, the actions of each feeder and sink.
+
+    With sinks, ``turn`` has the end of each sample's forward, and ``back`` the beginning of its backward.
+    """
 
     start: list[float]
     end: list[float]
     feeders: list[list[FeederAction]]
+    turn: list[float]
+    back: list[float]
+    sinks: list[list[SinkAction]]
 
     @property
     def makespan(self) -> float:
@@ -37,25 +46,29 @@ def simulate(wave: Wavefront, order: Sequence[int]) -> WavefrontTimeline:
 
     Lanes and feeders follow the same order, each with its own samples. So no cycle of waits exists: the first sample in
     the order that no lane has begun can always be encoded. This is the inner loop of a search: after each action of a
-    feeder it looks only at the feeders whose next action can be another one now.
+    feeder or a sink it looks only at those whose next action can be another one now.
     """
     lanes = _RunningLanes(wave, order)
-    for lane in range(len(lanes.rounds)):
+    for lane in range(len(lanes.passes)):
         lanes.advance(lane)
     feeders, changed = lanes.feeders, lanes.changed
-    begins = [*(feeder.next_begin() for feeder in feeders), NEVER]
+    servers: list[_RunningFeeder | _RunningSink] = [*feeders, *lanes.sinks]
+    begins = [*(server.next_begin() for server in servers), NEVER]
     while (soonest := min(begins)) < NEVER:
         number = begins.index(soonest)
-        feeder = feeders[number]
-        if feeder.is_backward_next:
+        if number >= len(feeders):
+            sink = lanes.sinks[number - len(feeders)]
+            lanes.take_loss(sink.run(soonest), sink.free)
+        elif (feeder := feeders[number]).is_backward_next:
             feeder.run_backward(soonest)
         else:
             lanes.receive(feeder.run_forward(soonest), feeder.free)
         changed.add(number)
         for number in changed:
-            begins[number] = feeders[number].next_begin()
+            begins[number] = servers[number].next_begin()
         changed.clear()
-    return WavefrontTimeline(lanes.start, lanes.end, [feeder.actions for feeder in feeders])
+    of_sinks = [sink.actions for sink in lanes.sinks]
+    return WavefrontTimeline(lanes.start, lanes.end, [f.actions for f in feeders], lanes.turn, lanes.back, of_sinks)
 
 
 class _RunningFeeder:
@@ -106,62 +119,128 @@ class _RunningFeeder:
         self.actions.append((sample, True, begin, self.free))
 
 
-class _RunningLanes:
-    """The lanes during a step, and the feeders; coupled lanes are one lane.
+class _RunningSink:
+    """A sink during a step; ``ready``: a heap of the samples whose forwards have ended."""
 
-    ``rounds`` has for each lane the samples that begin together: one, or one of each coupled lane; the first one names
-    the round. ``changed`` has the feeders whose next action a lane may have changed.
+    def __init__(self, sink: Sink) -> None:
+        self.seconds, self.free = sink.seconds, 0.0
+        self.ready: list[tuple[float, int]] = []
+        self.actions: list[SinkAction] = []
+
+    def next_begin(self) -> float:
+        """Return when its next loss can begin."""
+        return max(self.free, self.ready[0][0]) if self.ready else NEVER
+
+    def run(self, begin: float) -> int:
+        """Compute the loss of the sample that came first, and return it."""
+        sample = heappop(self.ready)[1]
+        self.free = begin + self.seconds[sample]
+        self.actions.append((sample, begin, self.free))
+        return sample
+
+
+class _LanePass(NamedTuple):
+    """What a lane runs at a time: samples that begin together, or end together."""
+
+    samples: tuple[int, ...]
+    seconds: float
+    begins: bool  # it needs their features
+    ends: bool  # with sinks, it needs the gradients of their hidden states
+
+
+class _RunningLanes:
+    """The lanes during a step, the feeders and the sinks; coupled lanes are one lane.
+
+    ``passes`` has what each lane runs, in order, for one sample, or for one of each coupled lane; the first one names
+    the round. ``changed`` has the servers (feeders, then sinks) whose next action a lane may have changed.
     """
 
     def __init__(self, wave: Wavefront, order: Sequence[int]) -> None:
         lanes = wave.lanes_of(order)
-        self.needs, self.lane, self.work = wave.needs, wave.lane, list(wave.work)
-        self.rounds: list[list[tuple[int, ...]]] = [list(zip(samples, strict=True)) for samples in lanes]
+        self.needs, self.predicted, self.lane, self.work = wave.needs, wave.predicted, wave.lane, list(wave.work)
+        rounds: list[list[tuple[int, ...]]] = [list(zip(samples, strict=True)) for samples in lanes]
         self.round_of = list(range(wave.num_samples))
         self.waits = list(map(len, wave.needs))  # features of a round that are not there yet
+        self.left = list(map(len, wave.predicted))  # losses of a round that are not there yet
         self.arrived = [0.0] * wave.num_samples  # when the last feature of a round came
+        self.returned = [0.0] * wave.num_samples  # when its last loss came
         if wave.coupled:
-            self._couple(list(zip(*lanes, strict=True)))
-            order = list(chain.from_iterable(self.rounds[0]))
-        self.run, self.free = [0] * len(self.rounds), [0.0] * len(self.rounds)  # rounds that a lane has run; its end
+            rounds = [list(zip(*lanes, strict=True))]
+            self._couple(rounds[0])
+            order = list(chain.from_iterable(rounds[0]))
+        self.passes = [[*self._passes(of_lane, wave)] for of_lane in rounds]
+        self.run, self.free = [0] * len(rounds), [0.0] * len(rounds)  # passes that a lane has run; its end
         self.start, self.end = [NEVER] * wave.num_samples, [NEVER] * wave.num_samples
+        self.turn, self.back = [0.0] * wave.num_samples, [0.0] * wave.num_samples
         queues = [[sample for sample in order if sample in fed] for fed in wave.fed]
         self.feeders = [
             _RunningFeeder(feeder, queue, wave.lane, self.start)
             for feeder, queue in zip(wave.feeders, queues, strict=True)
         ]
+        self.sinks = [*map(_RunningSink, wave.sinks)]
         self.changed: set[int] = set()
 
     def _couple(self, rounds: list[tuple[int, ...]]) -> None:
-        self.rounds, self.lane = [rounds], [0] * len(self.waits)
+        self.lane = [0] * len(self.waits)
         for samples in rounds:
             name = samples[0]
             self.waits[name] = sum([self.waits[sample] for sample in samples])
+            self.left[name] = sum([self.left[sample] for sample in samples])
             self.work[name] = max([self.work[sample] for sample in samples])
             for sample in samples:
                 self.round_of[sample] = name
 
+    def _passes(self, rounds: Sequence[tuple[int, ...]], wave: Wavefront) -> Iterator[_LanePass]:
+        """Yield what a lane runs: forward and backward as one pass; with sinks, one after the other."""
+        if not wave.sinks:
+            yield from (_LanePass(samples, self.work[samples[0]], True, True) for samples in rounds)
+            return
+        for index in range(len(rounds) + wave.extra_forwards):
+            if index < len(rounds):
+                yield _LanePass(rounds[index], FORWARD * self.work[rounds[index][0]], True, False)
+            if (ended := index - wave.extra_forwards) >= 0:
+                yield _LanePass(rounds[ended], (1 - FORWARD) * self.work[rounds[ended][0]], False, True)
+
     def receive(self, sample: int, time: float) -> None:
         """Take a sample's features of one feeder at ``time``, and run the lane on if it waited only for them."""
-        name = self.round_of[sample]
-        self.waits[name] -= 1
-        if time > self.arrived[name]:
-            self.arrived[name] = time
-        if not self.waits[name]:
+        self._take(self.round_of[sample], time, self.waits, self.arrived)
+
+    def take_loss(self, sample: int, time: float) -> None:
+        """Take the gradients of a sample's hidden states from one sink, and run the lane on if it waited for them."""
+        self._take(self.round_of[sample], time, self.left, self.returned)
+
+    def _take(self, name: int, time: float, missing: list[int], last: list[float]) -> None:
+        missing[name] -= 1
+        if time > last[name]:
+            last[name] = time
+        if not missing[name]:
             self.advance(self.lane[name])
 
     def advance(self, lane: int) -> None:
-        """Run the lane as far as its features are there."""
-        rounds, index, free = self.rounds[lane], self.run[lane], self.free[lane]
-        while index < len(rounds) and not self.waits[rounds[index][0]]:
-            samples = rounds[index]
-            begin = max(free, self.arrived[samples[0]])
-            free = begin + self.work[samples[0]]
+        """Run the lane as far as its features and losses are there."""
+        passes, index, free = self.passes[lane], self.run[lane], self.free[lane]
+        while index < len(passes):
+            samples, seconds, begins, ends = passes[index]
+            name = samples[0]
+            if (begins and self.waits[name]) or (ends and self.left[name]):
+                break
+            begin = max(free, self.arrived[name] if begins else self.returned[name])
+            free = begin + seconds
             for sample in samples:
-                self.start[sample], self.end[sample] = begin, free
+                if begins:
+                    self.start[sample] = begin
+                if ends:
+                    self.end[sample] = free
+                    if not begins:
+                        self.back[sample] = begin
+                else:
+                    self.turn[sample] = free
+                    for number in self.predicted[sample]:
+                        heappush(self.sinks[number].ready, (free, sample))
+                        self.changed.add(len(self.feeders) + number)
                 for number in self.needs[sample]:
                     feeder = self.feeders[number]
-                    if feeder.backwards[sample] > 0:
+                    if ends and feeder.backwards[sample] > 0:
                         heappush(feeder.ready, (free, sample))
                     self.changed.add(number)
             index += 1

@@ -12,7 +12,7 @@ import numpy as np
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.step import Rates
 from omnitrain.plan.tables import StepTables
-from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
 from omnitrain.plan.wavefront.search import best_order
 from omnitrain.plan.wavefront.simulate import makespan
 
@@ -53,11 +53,12 @@ LEAST_GAIN = 0.01  # of the step's time, for which packs move to other ranks
 class SectionLimits(NamedTuple):
     """The settings of a section that decide the order."""
 
-    components: tuple[str, ...]  # its encoders
+    components: tuple[str, ...]  # its encoders and decoders
     num_ranks: int  # they divide the items of a micro-batch
     slots: int  # of how many micro-batches features may wait
     in_flight: int | None  # of how many activations may be kept; None: any number
     encode_twice: bool  # backwards repeat their forwards
+    decoders: tuple[str, ...] = ()  # those of its components whose losses it computes
 
 
 class MicroBatchOrder(NamedTuple):
@@ -77,6 +78,7 @@ class StepOrder:
 
     sections: tuple[SectionLimits, ...]  # the sections of the run
     coupled: bool  # whether data-parallel ranks wait for each other in each layer (FSDP, experts)
+    extra_forwards: int = 0  # that a rank runs before its first backward, beyond one
 
     def __call__(self, topology: Topology, tables: StepTables, rates: Rates) -> tuple[MicroBatchOrder, ...]:
         """Return the micro-batches of each data-parallel rank, equally many, in the order of ``topology.owners``."""
@@ -84,10 +86,14 @@ class StepOrder:
         work = rates.of_packs(tables.tokens, tables.squares)[:, owners].T.ravel()  # sample = lane * M + micro-batch
         feeders = tuple(self._feeder(topology, tables, rates, section) for section in self.sections)
         drawn = np.repeat(np.arange(len(owners)), number)
-        as_drawn = Wavefront(work.tolist(), drawn.tolist(), len(owners), feeders, self.coupled)
+        with_losses = [section for section in self.sections if section.decoders]
+        sinks = tuple(self._sink(topology, tables, rates, section) for section in with_losses)
+        lanes = work.tolist(), drawn.tolist(), len(owners)
+        as_drawn = Wavefront(*lanes, feeders, self.coupled, sinks, self.extra_forwards)
         orders = [(as_drawn, best_order(as_drawn))]
         if len(owners) > 1:
-            load = np.sum([np.add(feeder.forward, feeder.backwards) for feeder in feeders], axis=0)
+            loads = [np.add(feeder.forward, feeder.backwards) for feeder in feeders]
+            load = np.sum([*loads, *(np.array(sink.seconds) for sink in sinks)], axis=0)
             dealt = replace(as_drawn, lane=deal(work.tolist(), load.tolist(), len(owners), coupled=self.coupled))
             orders.append((dealt, best_order(dealt)))
         seconds = [makespan(wave, order) for wave, order in orders]
@@ -105,6 +111,13 @@ class StepOrder:
         slots, lanes = section.slots, len(owners)
         kept = None if section.in_flight is None else section.in_flight * lanes
         return Feeder(forward.tolist(), backward.tolist(), tuple(range(lanes)), slots, kept, section.encode_twice)
+
+    def _sink(self, topology: Topology, tables: StepTables, rates: Rates, section: SectionLimits) -> Sink:
+        """The decoders of a section: forward and backward of a head take three times as long as a forward of items."""
+        seconds = np.zeros(len(tables.counts) * len(topology.owners))
+        for decoder in section.decoders:
+            seconds += 3 * encoding_seconds(topology, tables, decoder, rates.per_cost[decoder]) / section.num_ranks
+        return Sink(seconds.tolist(), tuple(range(len(topology.owners))))
 
 
 def encoding_seconds(topology: Topology, tables: StepTables, component: str, per_cost: float) -> np.ndarray:

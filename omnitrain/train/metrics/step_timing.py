@@ -130,8 +130,8 @@ def _waits_and_work(recorded: Recorded) -> dict[str, tuple[float | None, float |
         if span.what.kind == "action":
             action = Action.parse(span.what.name)
             if action.kind is Kind.RECV_F and action.stage is None:
-                waits[action.component] += span.seconds
-            elif action.kind in (Kind.ENCODE, Kind.ENCODE_B):
+                waits[action.owner] += span.seconds
+            elif action.kind in (Kind.ENCODE, Kind.HEAD, Kind.ENCODE_B):
                 work[action.component] += span.seconds
         elif span.what.name == FEATURES and span.what.layer is not None:
             waits[span.what.layer] += span.seconds

@@ -297,6 +297,9 @@ class StepEstimate:
     def _seconds_of_encoder(self, action: Action) -> float:
         if action.kind in (Kind.ENCODE, Kind.ENCODE_B):
             return self._encode(action.component, action.micro_batch or 0, is_backward=action.kind is Kind.ENCODE_B)
+        if action.kind is Kind.HEAD:  # forward and backward of what reads the hidden states, as of what gives features
+            both = (False, True)
+            return sum(self._encode(action.component, action.micro_batch or 0, is_backward=back) for back in both)
         return self._exchange(action.component, action.micro_batch or 0) if action.kind is Kind.EXCHANGE else 0.0
 
     def _seconds_of_weights(self, action: Action) -> float:
@@ -311,8 +314,9 @@ class StepEstimate:
         placements = [self._layout.topology.component(name) for name in self._encodings]
         schedule = schedule_of_plan(self._plan, number, encoder_windows(placements, number))
         if plan.sections:
-            windows = [full_windows(plan, self._layout.plans, name, number) for name in plan.sections]
-            windows = [replace(of, encoded=self._active(of.encoded)) for of in windows]
+            decoders = self._layout.topology.heads_apart
+            windows = [full_windows(plan, self._layout.plans, name, number, decoders) for name in plan.sections]
+            windows = [replace(of, encoded=self._active(of.encoded), heads=self._active(of.heads)) for of in windows]
             schedule = with_sections(schedule, windows, self._seconds, self._encode)
         return schedule, simulate(schedule, self._seconds, self._link())
 

@@ -64,6 +64,8 @@ class _Times:
         """Return the seconds of an action; messages take none."""
         if action.kind is Kind.ENCODE:
             return self.encodes[action.component]
+        if action.kind is Kind.HEAD:
+            return 3 * self.encodes[action.component]
         if action.kind is Kind.ENCODE_B:
             return self.encodes[action.component] * (3 if action.component in self.twice else 2)
         return sum(self.stages[part.kind, part.stage] for part in action.passes if part.stage is not None)
@@ -112,6 +114,10 @@ class _Planned:
             for name in section.components
         }
 
+    def windows(self, section: str) -> SectionWindows:
+        """The windows of a section."""
+        return _windows(self.recipe.parallel, self.plans, section, self.number, self.model.decoder_names)
+
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline; none without one."""
         if not self.has_pipeline:
@@ -153,7 +159,7 @@ def show_schedule(
     backward = backward or 2 * forward
     shares = [row.share for row in rows] or [1.0]
     times = _Times(_durations(shares, forward, backward), planned.encodes(forward, encode), planned.encoded_twice)
-    windows = [_windows(recipe.parallel, planned.plans, name, planned.number) for name in planned.sections]
+    windows = [planned.windows(name) for name in planned.sections]
     schedule = with_sections(main, windows, times, times.encoding)
     validate(schedule)
     timeline = simulate(schedule, times)
@@ -231,9 +237,11 @@ def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
     yield from (f"advice: {line}" for line in planned.advice)
 
 
-def _windows(plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int) -> SectionWindows:
-    """The windows of a section, if each micro-batch has media for all its encoders, in this step and in the next."""
-    windows = full_windows(plan, plans, name, number)
+def _windows(
+    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int, decoders: Collection[str]
+) -> SectionWindows:
+    """The windows of a section, if each micro-batch has media for all its components, in this step and in the next."""
+    windows = full_windows(plan, plans, name, number, decoders)
     if not plan.sections[name].ahead:
         return windows
     later = {component: [number + start for start in starts] for component, starts in windows.encoded.items()}

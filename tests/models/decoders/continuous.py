@@ -66,12 +66,7 @@ class Case(NamedTuple):
         return ".".join(filter(None, (self.layout, self.place, self.memory)))
 
 
-def is_possible(case: Case) -> bool:
-    """Whether a model trains so: see "What is refused" in docs/encoders.md."""
-    return not (case.place == "world" and case.layout.startswith("pp"))
-
-
-POSSIBLE = list(filter(is_possible, (Case(*values) for values in product(DECODERS, LAYOUTS, PLACES, MEMORY))))
+POSSIBLE = [Case(*values) for values in product(DECODERS, LAYOUTS, PLACES, MEMORY)]
 TABLE = list(covering(POSSIBLE))
 TABLE_OF_BOTH = list(covering([case._replace(decoder=BOTH) for case in POSSIBLE if case.decoder == "in context"]))
 DEFAULT = list(covering(TABLE, lambda case: set(enumerate(case))))

@@ -395,11 +395,6 @@ def test_stages_that_do_not_fit_are_refused(
             r"image_decoder.encode.feature_bytes: found 9, but it is for enc",
         ),
         (
-            {"pp": 2},
-            plan("image_decoder", place="world"),
-            r"image_decoder.place: found world with pp 2, but only encod",
-        ),
-        (
             {},
             plan("image_decoder", encode={"features_on": "cpu"}),
             r"image_decoder.encode.features_on: found cpu, but it is for encoders",

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import MicroBatchWork, own_calls
+from omnitrain.models.omni.encode import own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.graph import StepGraph
-from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
 from tests.parallel.factories import any_to_any
@@ -102,49 +100,6 @@ def test_a_decoder_whose_features_have_no_graph_is_reduced_with_its_head(
     assert alone.abs().sum() > 0
     for found in ranks.run(head_of_a_decoder_with_a_frozen_embedding, state, timeout_s=60, world=2):
         torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("tasks", [(None,), (None, "image_to_speech")])
-def test_the_head_of_a_decoder_is_a_node_behind_the_hidden_states_with_the_same_bits(
-    tasks: tuple[str | None, ...],
-) -> None:
-    """Two decoders; the second pack has no target of one of them, whose head is called on the smallest input."""
-    model, planner = built("any_to_any"), step_planner(built("any_to_any"), ALONE)
-
-    def step(edge: str) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor], str]:
-        """The loss, its terms, all gradients, and the actions of the step."""
-        components = [replace(c, head_edge=edge) if c.head else c for c in planner.topology.components]
-        topology = replace(planner.topology, components=tuple(components))
-        batch = replace(planner, topology=topology)([pack(task) for task in tasks])
-        terms: dict[str, Tensor] = {}
-
-        def take(one: Pack, output: OmniOutput) -> None:
-            terms.update({f"{name} of {one.info.ids}": t.sum.detach() for name, t in output.losses.items() if t.count})
-
-        loss = accumulate_gradients(model, batch, on_output=take)
-        return loss, terms, gradients_of(model), " ".join(map(str, schedule_of(model, batch.plan).actions[0]))
-
-    loss, terms, gradients, actions = step("forward")
-    found_loss, found_terms, found_gradients, found_actions = step("local")
-    assert actions.startswith("0F0 0B0")
-    assert found_actions.startswith("0F0 0F0@audio_decoder 0F0@image_decoder 0B0@image_decoder 0B0@audio_decoder 0B0")
-    assert found_terms.keys() == terms.keys() and all(torch.equal(found_terms[n], term) for n, term in terms.items())
-    assert found_gradients.keys() == gradients.keys()
-    assert [n for n, gradient in gradients.items() if not torch.equal(found_gradients[n], gradient)] == []
-    torch.testing.assert_close(found_loss, loss, rtol=3e-7, atol=0)  # the same terms are added up in another order
-
-
-def test_a_head_behind_the_hidden_states_runs_where_only_other_ranks_have_targets() -> None:
-    model, drawn = built("any_to_any"), pack("image_to_text")
-    encoded = model.encode_media(drawn, MicroBatchWork(heads=["image_decoder"], open_heads=["image_decoder"]))
-    output = model.run_heads(encoded, model.run_foundation(encoded))
-    given = output.open_heads["image_decoder"]
-    assert output.losses.keys() == {"text"} and given.states.shape == (0, model.foundation.config.hidden_size)
-    term = model.run_head("image_decoder", given).losses["image_decoder"]
-    term.sum.backward()
-    found = gradients_of(model)
-    assert (term.sum, term.count, len(term.rows)) == (0, 0, 0)
-    assert any(name.startswith("image_decoder.") for name in found) and not any(g.any() for g in found.values())
 
 
 def test_nothing_of_a_micro_batch_is_kept_where_no_token_is_trained() -> None:

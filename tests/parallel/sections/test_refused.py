@@ -60,12 +60,25 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
         (
             plan({"text": {"components": ["foundation"]}}),
             3,
-            r"found foundation, but only encoders .* outputs do not exist",
+            r"found foundation, but it reads the packs, which are in `main`; remove it",
         ),
         (
-            plan({"paint": {"components": ["image_decoder"]}}),
+            plan({"paint": {"components": ["image_decoder"], "micro_batch": 2}}),
             3,
-            r"found image_decoder, but only encoders can leave `main`",
+            r"sections.paint.micro_batch: found 2, but image_decoder computes the loss of each micro-batch before its",
+        ),
+        (
+            plan({"paint": {"components": ["image_decoder"], "ahead": 1}}, freeze=True),
+            3,
+            r"sections.paint.ahead: found 1, but image_decoder keeps what it encodes until the loss of the same step",
+        ),
+        *(
+            (
+                plan({"paint": {"components": ["image_decoder"], "ranks": 2}}, {"image_decoder": {axis: 2}}),
+                4,
+                rf"image_decoder.{axis}: found 2, but a decoder of a section is only sharded",
+            )
+            for axis in ("tp", "ulysses", "ep")
         ),
         (
             plan({"a": {"components": ["image_encoder.tower", "image_encoder.projector"]}}),

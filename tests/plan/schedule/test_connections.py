@@ -129,7 +129,7 @@ def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
         if name not in (FOUNDATION, *apart) and (own.encode.window or (pp > 1 and own.place == "world"))
     )
     main = schedule_of_plan(plans[FOUNDATION], m, encoders)
-    windows = [full_windows(plan, plans, name, m) for name in plan.sections]
+    windows = [full_windows(plan, plans, name, m, ()) for name in plan.sections]
     return with_sections(main, windows, lambda action: len(action.passes), lambda component, window: 0.5)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.encoders import with_heads
 from omnitrain.plan.schedule.generators import accumulate, gpipe, interleaved, one_f_one_b, zbv
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.sections import with_sections
@@ -28,7 +27,7 @@ def vision(m: int, **fields: object) -> SectionWindows:
 
 
 def timed(seconds: float) -> dict[Kind, float]:
-    return {**TIMES, Kind.ENCODE: seconds, Kind.ENCODE_B: 2 * seconds}
+    return {**TIMES, Kind.ENCODE: seconds, Kind.HEAD: 3 * seconds, Kind.ENCODE_B: 2 * seconds}
 
 
 def planned(schedule: Schedule, *sections: SectionWindows, seconds: float = 0.5) -> Schedule:
@@ -152,15 +151,38 @@ def test_stages_of_sections_that_read_each_other_run_beside_stages(make: Callabl
     assert "1SEND_B0>2@tower is missing" in problem.message
 
 
-def test_heads_are_nodes_behind_the_last_stage() -> None:
-    schedule = with_heads(lower(one_f_one_b(2, 3), hold_weights=False), {"image": range(3)})
+def test_a_decoder_of_a_section_computes_the_loss_between_a_forward_and_a_backward_of_the_last_stage() -> None:
+    section = vision(2, heads={"image": [0]})
+    schedule = planned(lower(one_f_one_b(2, 2), hold_weights=False), section)
     assert problems_in(schedule) == ()
-    assert [str(a) for a in schedule.actions[1] if a.passes][:4] == ["1F0", "0F0@image", "0B0@image", "1B0"]
-    assert simulate(schedule, TIMES).makespan == 1 + 3 * 2 * 3 + 2
-    swapped = [[*row] for row in schedule.actions]
-    first, second = (swapped[1].index(Action.parse(text)) for text in ("0B0@image", "1B0"))
-    swapped[1][first], swapped[1][second] = swapped[1][second], swapped[1][first]
-    assert "1B0, for 0B0@image" in problems_in(schedule.with_actions(swapped))[0].message
+    _, last, own = ([str(a) for a in row if a.computes or "@" in str(a)] for row in schedule.actions)
+    own = [action for action in own if "SHARD" not in action]
+    assert last[:4] == ["1F0", "SEND_F0>2@image.states", "RECV_F0<2@image.loss", "1B0"]
+    of_window = own[own.index("RECV_F0<1@image.states") :]
+    assert own[:2] == ["ENCODE0@image", "SEND_F0>0@image"]
+    assert of_window[:3] == ["RECV_F0<1@image.states", "HEAD0@image", "SEND_F0>1@image.loss"]
+    rows = [[*row] for row in schedule.actions]
+    at = rows[1].index(Action.parse("RECV_F0<2@image.loss"))
+    rows[1][at : at + 2] = rows[1][at : at + 2][::-1]
+    (problem, *_) = problems_in(schedule.with_actions(rows))
+    assert "expected 1F0, SEND_F0>2@image.states, RECV_F0<2@image.loss, 1B0" in problem.message
+
+
+def test_a_backward_waits_for_its_loss_alone() -> None:
+    """Of ``main``, the first and the last micro-batch are text; a micro-batch takes 3, and the head 1.5."""
+    section = vision(4, encoded={"image": [1, 2]}, heads={"image": [1, 2]})
+    timeline = simulate(planned(accumulate(4), section, seconds=0.5), timed(0.5))
+    assert timeline.makespan == 4 * 3 + 2 * 1.5
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.25])
+def test_a_further_forward_hides_the_losses_of_a_section(seconds: float) -> None:
+    """All but the first forward of the section, and its last backward, run beside ``main``."""
+    section = vision(8, heads={"image": range(8)})
+    exposed = simulate(planned(accumulate(8), section, seconds=seconds), timed(seconds))
+    assert exposed.makespan == pytest.approx(3 * seconds + 8 * (3 + 3 * seconds))
+    hidden = simulate(planned(one_f_one_b(1, 8, extra_warm_up=1), section, seconds=seconds), timed(seconds))
+    assert hidden.makespan == pytest.approx(3 * seconds + 8 * 3)
 
 
 @pytest.mark.parametrize("m", [1, 5, 16])
@@ -206,12 +228,14 @@ def random_main(rng: random.Random) -> Schedule:
 
 
 def random_section(rng: random.Random, name: str, m: int) -> SectionWindows:
-    size = rng.randint(1, m)
+    size = rng.choice([1, rng.randint(1, m)])
     components = [f"{name}{number}" for number in range(rng.randint(1, 2))]
     starts = range(0, m, size)
+    encoded = {c: sorted(rng.sample(starts, rng.randint(0, len(starts)))) for c in components}
     return SectionWindows(
         name=name,
-        encoded={c: sorted(rng.sample(starts, rng.randint(0, len(starts)))) for c in components},
+        encoded=encoded,
+        heads={c: encoded[c] for c in components if size == 1 and rng.random() < 0.5},
         trained=frozenset(c for c in components if rng.random() < 0.7),
         size=size,
         slots=rng.randint(1, 4),
@@ -234,6 +258,7 @@ def random_reader(rng: random.Random, sections: list[SectionWindows], m: int) ->
         encoded=own | {name: windows[read] for name, read in reads.items()},
         trained=(reader.trained & own.keys()) | {*trained},
         reads=reads,
+        heads=reader.heads if own else {},
     )
 
 

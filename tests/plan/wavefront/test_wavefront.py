@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
-from omnitrain.plan.wavefront.feeds import Feeder, Wavefront
+from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
 from omnitrain.plan.wavefront.search import best_order, lower_bound
 from omnitrain.plan.wavefront.simulate import makespan, simulate
 from omnitrain.plan.wavefront.step import deal
-from tests.plan.wavefront.instances import random_wave
+from tests.plan.wavefront.instances import random_wave, with_sinks
 from tests.plan.wavefront.validate import require_valid
 
 
@@ -88,6 +88,38 @@ def test_every_order_ends_and_its_timeline_obeys_all_rules(coupled):
         timeline = simulate(wave, order)
         require_valid(wave, timeline)
         assert timeline.makespan >= lower_bound(wave) - 1e-9
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+def test_every_order_with_sinks_ends_and_its_timeline_obeys_all_rules(coupled):
+    for seed in range(60):
+        random = Random(f"sinks {seed}")
+        lanes, feeders = random.choice((1, 2, 4)), random.choice((0, 1, 2))
+        wave = with_sinks(
+            random, random_wave(random, 12, lanes, feeders=feeders, coupled=coupled), random.choice((1, 2))
+        )
+        timeline = simulate(wave, random.sample(range(12), 12))
+        require_valid(wave, timeline)
+        assert timeline.makespan >= lower_bound(wave) - 1e-9
+
+
+def test_of_few_orders_with_sinks_the_best_is_found_and_no_bound_is_above_it():
+    ratios = []
+    for seed in range(24):
+        random = Random(f"few {seed}")
+        wave = random_wave(random, 6, random.choice((1, 2, 3)), feeders=random.choice((0, 1)), coupled=seed % 4 == 3)
+        wave = with_sinks(random, wave, random.choice((1, 2)))
+        shortest = min(makespan(wave, order) for order in permutations(range(6)))
+        assert lower_bound(wave) <= shortest + 1e-9
+        ratios.append(makespan(wave, best_order(wave, budget=12 * 200)) / shortest)
+    assert min(ratios) >= 1 - 1e-9 and max(ratios) <= 1.05 and sum(ratios) / len(ratios) <= 1.01
+
+
+def test_a_sink_that_keeps_up_costs_its_losses_alone_and_nothing_beside_a_further_forward():
+    wave = Wavefront([3.0] * 8, [s % 2 for s in range(8)], 2, (), sinks=(Sink([0.5] * 8, (0, 1)),))
+    assert makespan(wave, range(8)) == lower_bound(wave) + 0.5  # both lanes send at once, the second one waits first
+    assert lower_bound(wave) == 4 * 3.5
+    assert makespan(replace(wave, extra_forwards=1), range(8)) == 4 * 3.0
 
 
 def test_the_validator_names_each_broken_rule():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnitrain.errors import UserError
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
@@ -16,7 +17,7 @@ from omnitrain.recipe.parallel import ComponentPlan, Section
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning import devices, search
 from omnitrain.train.planning.cells import Cell, CountedPart, Work
-from omnitrain.train.planning.devices import MEASURED, Device, find_device
+from omnitrain.train.planning.devices import MEASURED, Device, device_here, find_device
 from omnitrain.train.planning.encoding import Encoding, count_encoder
 from omnitrain.train.planning.estimate import Estimate
 from omnitrain.train.planning.rank_run import Training, predict_rank
@@ -160,6 +161,16 @@ def test_ranks_share_the_cpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) ->
     shared = [(one.flops / cpu.flops, one.memory / cpu.memory) for one in map(cpu.shared_by, (1, 2, 4))]
     assert shared == [(1, 1), (1, 1 / 2), (1 / 2, 1 / 4)]
     assert find_device("h100").shared_by(4) == find_device("h100")
+
+
+def test_a_run_plans_for_the_gpus_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_here("cuda") == replace(find_device("h100"), memory=85e9, per_node=4)
+    gpu.name = "NVIDIA L40S"
+    with pytest.raises(UserError, match=r"parallel\.auto: found the GPU NVIDIA L40S; expected one of A100, H100, "):
+        device_here("cuda")
 
 
 def test_the_state_of_an_encoder_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
