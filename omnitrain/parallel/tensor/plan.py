@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -42,7 +43,7 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]
     name of the foundation applies only to the foundation; another glob to all components that it matches.
     """
     problems: list[str] = []
-    if plan.tp_plan and set(degrees.values()) == {1}:
+    if plan.tp_plan and {1, None}.issuperset([*degrees.values(), *map(attrgetter("tp"), plan.components.values())]):
         problems.append("tp_plan: found with tp 1, where it does nothing; set tp above 1, or remove it")
     styles: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -86,7 +87,8 @@ def _component_problems(name: str, plan: ParallelPlan, tp: int, is_named: bool) 
     if tp % component.tp:
         fitting = " or ".join(str(degree) for degree in range(1, tp + 1) if tp % degree == 0)
         whose = "the foundation" if section == MAIN else plan.sections[section].components[0]
-        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use {fitting}"
+        apart = f", or give {name} a section of its own" if section == MAIN else ""
+        yield f"components.{name}.tp: found {component.tp}, but {whose} has {tp}; use {fitting}{apart}"
     elif not is_named:
         yield (
             f"components.{name}.tp: found {component.tp}, but transformers has no tensor parallel plan for this "

@@ -69,7 +69,14 @@ def by_default(**fields: Any) -> ot.ParallelPlan:
         (plan(compile=True), r"only the foundation can be compiled"),
         (plan("foundation", compile=True, memory={"offload": ["activations"]}), r"compiled blocks cannot offload"),
         (plan("foundation", dp_replicate=2), r"found 2 x 2 .* but the parallel state has 1 x 4"),
-        (plan(tp=2), r"components.image_encoder.tp: found 2, but the foundation has 1; use 1"),
+        (
+            plan(tp=2),
+            r"components.image_encoder.tp: found 2, but the foundation has 1; use 1, or give image_encoder a s",
+        ),
+        (
+            plan(tp=2).model_copy(update={"tp_plan": {"layers.*.mlp.fc1": "colwise"}}),
+            r"parallel plan:\n  components.image_encoder.tp: found 2, but the foundation has 1; use 1",
+        ),
         (plan(memory={"recompute": {"keep": ["aten.nothing"]}}), r"torch has no op 'aten.nothing'; expected one such"),
         (ot.ParallelPlan(tp_plan={"layers.*.mlp.dwn_proj": "rowwise"}), r"did you mean `layers.\*.mlp.down_proj`"),
         (
