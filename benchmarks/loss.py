@@ -12,13 +12,14 @@ import multiprocessing
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 from harness import Result, in_turn, parser, report, start
+from torch import Tensor
 
 from omnitrain.ops.loss.cross_entropy import linear_cross_entropy
 
@@ -26,20 +27,18 @@ FORMULA = (
     "memory_ratio = chunked / plain peak resident memory added by forward and backward; "
     "time_ratio = median over rounds of (chunked / plain seconds)"
 )
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Batch = tuple[Tensor, Tensor, Tensor]
+Draw = Callable[[Namespace], Sequence[Tensor]]
 
 
-def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute the plain loss with all logits at once."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
 
 
-def chunked(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Compute omnitrain's loss."""
     return linear_cross_entropy(hidden, weight, labels).sum
-
-
-SIDES: dict[str, Callable[..., torch.Tensor]] = {"chunked": chunked, "plain": plain}
 
 
 def batch(sizes: Namespace) -> Batch:
@@ -50,26 +49,26 @@ def batch(sizes: Namespace) -> Batch:
     return hidden, weight, torch.randint(sizes.classes, (sizes.tokens,))
 
 
-def run(side: str, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> float:
-    """Compute loss and gradients; return the mean loss."""
-    hidden.grad = weight.grad = None
-    loss = SIDES[side](hidden, weight, labels) / len(labels)
+def run(side: Callable[..., Tensor], tensors: Sequence[Tensor]) -> float:
+    """Compute loss and gradients; return the mean loss. ``tensors``: hidden states, weight, ..."""
+    tensors[0].grad = tensors[1].grad = None
+    loss = side(*tensors) / len(tensors[0])
     loss.backward()
     return loss.item()
 
 
-def peak_bytes(side: str, sizes: Namespace) -> float:
+def peak_bytes(side: Callable[..., Tensor], draw: Draw, sizes: Namespace) -> float:
     """Return the peak of resident memory that ``side`` adds, in a separate process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(_peak_of_this_process, (side, sizes))
+        return pool.apply(_peak_of_this_process, (side, draw, sizes))
 
 
-def _peak_of_this_process(side: str, sizes: Namespace) -> float:
-    run(side, *batch(Namespace(tokens=8, classes=64, hidden=64)))  # the workspaces of libraries are not the loss's
-    tensors = batch(sizes)
+def _peak_of_this_process(side: Callable[..., Tensor], draw: Draw, sizes: Namespace) -> float:
+    run(side, draw(Namespace(tokens=8, classes=64, hidden=64)))  # the workspaces of libraries are not the loss's
+    tensors = draw(sizes)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from what is resident now
     before = _peak()
-    run(side, *tensors)
+    run(side, tensors)
     return _peak() - before
 
 
@@ -79,42 +78,49 @@ def _peak() -> float:
     return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
-def measure(sizes: Namespace) -> Result:
-    """Measure memory once per side, and time in turns."""
-    peaks = {side: peak_bytes(side, sizes) for side in SIDES}
-    tensors = batch(sizes)
-    losses = {side: run(side, *tensors) for side in SIDES}  # a round that does not count
-    torch.testing.assert_close(losses["chunked"], losses["plain"], rtol=1e-6, atol=0)
-    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+def compare(
+    name: str, sides: Mapping[str, Callable[..., Tensor]], draw: Draw, sizes: Namespace, rtol: float = 1e-6
+) -> Result:
+    """Measure memory once per side, ``chunked`` and ``plain``, and time in turns, on tensors of ``draw(sizes)``."""
+    peaks = {side: peak_bytes(of_side, draw, sizes) for side, of_side in sides.items()}
+    tensors = draw(sizes)
+    losses = {side: run(of_side, tensors) for side, of_side in sides.items()}  # a round that does not count
+    torch.testing.assert_close(losses["chunked"], losses["plain"], rtol=rtol, atol=0)
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
     for index in range(sizes.rounds):
-        for side in in_turn(tuple(SIDES), index):
+        for side in in_turn(tuple(sides), index):
             begin = time.perf_counter()
             for _ in range(sizes.steps):
-                run(side, *tensors)
+                run(sides[side], tensors)
             seconds[side].append((time.perf_counter() - begin) / sizes.steps)
     ratios = [ours / theirs for ours, theirs in zip(seconds["chunked"], seconds["plain"], strict=True)]
     return Result(
-        name="loss",
+        name=name,
         formula=FORMULA,
         figures={
             "memory_ratio": peaks["chunked"] / peaks["plain"],
             "time_ratio": median(ratios),
             **{f"{side}_peak_mib": peak / 2**20 for side, peak in peaks.items()},
             **{f"{side}_seconds": median(values) for side, values in seconds.items()},
-            **{name: float(getattr(sizes, name)) for name in ("tokens", "classes", "hidden")},
+            **{size: float(getattr(sizes, size)) for size in ("tokens", "classes", "hidden")},
         },
         rounds={**{f"{side}_seconds": values for side, values in seconds.items()}, "time_ratio": ratios},
     )
 
 
-def main() -> None:
-    """Measure and report."""
-    options = parser(sys.modules[__name__].__doc__ or "", rounds=7, steps=1)
-    options.add_argument("--tokens", type=int, default=4096)
+def options_of(description: str, tokens: int, rounds: int) -> Namespace:
+    """Parse the command line."""
+    options = parser(description, rounds=rounds, steps=1)
+    options.add_argument("--tokens", type=int, default=tokens)
     options.add_argument("--classes", type=int, default=150_000)
     options.add_argument("--hidden", type=int, default=512)
-    given = start(options)
-    report(measure(given), given.json)
+    return start(options)
+
+
+def main() -> None:
+    """Measure and report."""
+    given = options_of(sys.modules[__name__].__doc__ or "", tokens=4096, rounds=7)
+    report(compare("loss", {"chunked": chunked, "plain": plain}, batch, given), given.json)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from omnitrain.models.omni.build import build_omni_model as build_omni_model
     from omnitrain.models.omni.generate import generate as generate
     from omnitrain.models.omni.model import OmniModel as OmniModel
-    from omnitrain.ops.loss.cross_entropy import LossTerm as LossTerm
+    from omnitrain.ops.loss.linear import LossTerm as LossTerm
     from omnitrain.optim.gradients import clip_gradients as clip_gradients
     from omnitrain.parallel.parallelize import build_parallelize_model as build_parallelize_model
     from omnitrain.parallel.schedule.accumulate import accumulate_gradients as accumulate_gradients

@@ -12,6 +12,7 @@ from omnitrain.recipe.model import HFSource as HFSource
 from omnitrain.recipe.model import Model as Model
 from omnitrain.recipe.model import Ops as Ops
 from omnitrain.recipe.model import Projector as Projector
+from omnitrain.recipe.model import TeacherSource as TeacherSource
 from omnitrain.recipe.parallel import ComponentPlan as ComponentPlan
 from omnitrain.recipe.parallel import ParallelPlan as ParallelPlan
 from omnitrain.recipe.plan_groups import Precision as Precision

@@ -61,11 +61,20 @@ class AudioEncoderConfig(PreTrainedConfig):
 
 
 class TeacherConfig(PreTrainedConfig):
-    """Config of ``Teacher``: that of a HF causal language model."""
+    """Config of ``Teacher``: that of a HF causal language model, and how a student is compared with it.
+
+    Attributes:
+        divergence: kind of :class:`~omnitrain.ops.loss.divergence.Divergence`; None: losses of the user compare.
+        temperature: see :class:`~omnitrain.ops.loss.divergence.Divergence`.
+        top_k: see :class:`~omnitrain.ops.loss.divergence.Divergence`.
+    """
 
     model_type = "omnitrain_teacher"
 
     model: dict | None = None
+    divergence: str | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
 
 
 class TokenDecoderConfig(PreTrainedConfig):

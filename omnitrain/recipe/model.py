@@ -122,6 +122,27 @@ class Decoder(Strict):
             yield Idle("fps", "but without `num_frames` the decoder writes no films; set it, or remove `fps`")
 
 
+class TeacherSource(Strict):
+    """A frozen language model that reads the samples as the foundation does, with the foundation's tokenizer."""
+
+    path: str
+    """Hub id or local folder of a causal language model."""
+    divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
+    """A loss of the text beside cross entropy: how far the foundation's predictions are from the teacher's. Unset: a
+    function of `train.losses` or `train.metrics` reads its last hidden states."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of both. The divergence is multiplied by its square, so gradients keep their size."""
+    top_k: int | None = Field(None, ge=1)
+    """Compare the teacher's most likely classes, so many, and all others as one. Unset: all classes."""
+    weight: float = Field(1.0, ge=0)
+    """Weight of the divergence in the total loss; `train.loss_weights.text` is that of the cross entropy."""
+
+    def idle(self) -> Iterator[Idle]:
+        """Yield the keys that only a divergence reads."""
+        for key in ("temperature", "top_k", "weight") if self.divergence is None else ():
+            yield Idle(key, "but there is no `divergence`, which reads it; set it, or remove this key")
+
+
 class Ops(Strict):
     """Implementation of each operation; `auto`: the fastest measured one on the device."""
 
@@ -158,9 +179,11 @@ class Model(Strict):
     """Component name -> encoder."""
     decoders: dict[str, Decoder] = Field(default_factory=dict)
     """Component name -> decoder."""
-    teachers: dict[Annotated[str, Field(pattern=r"^[a-z]\w*$")], str] = Field(default_factory=dict)
-    """Component name -> Hub id or folder of a frozen language model with the foundation's tokenizer. A function of
-    `train.losses` or `train.metrics` reads its last hidden states. It is not saved with the model."""
+    teachers: dict[
+        Annotated[str, Field(pattern=r"^[a-z]\w*$")],
+        Annotated[TeacherSource, short_for("path", str, str | TeacherSource)],
+    ] = Field(default_factory=dict)
+    """Component name -> teacher. A string is short for {path: ...}. It is not saved with the model."""
     freeze: list[str] = Field(default_factory=list)
     """Components or modules that do not train: `foundation`, `image_encoder.tower`, ... A name that matches nothing is
     an error."""

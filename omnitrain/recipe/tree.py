@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError
 from omnitrain.errors import RecipeError, problem_list
 from omnitrain.recipe.data import VISUAL_KEYS, Data
 from omnitrain.recipe.functions import import_plugin
-from omnitrain.recipe.model import Model
+from omnitrain.recipe.model import Model, TeacherSource
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanOrAuto
 from omnitrain.recipe.problems import problem_lines
 from omnitrain.recipe.strict import Idle, Problem, Strict
@@ -55,9 +55,9 @@ class Recipe(Strict):
         for name in self.parallel.sections if not self.data.workers else ():
             why = "but with `data.workers: 0` a step is planned when it begins, not before; set data.workers above 0"
             yield Idle(f"parallel.sections.{name}.ahead", f"{why}, or remove it")
-        if not ("text" in self.train.losses or self.train.metrics):
-            why = "but there is no `train.losses.text` or `train.metrics` to read its hidden states; add or remove it"
-            yield Idle("model.teachers", why)
+        if not (self._compared or "text" in self.train.losses or self.train.metrics):
+            why = "but there is no `train.losses.text` or `train.metrics` to read its hidden states"
+            yield Idle("model.teachers", f"{why}; set its `divergence`, add a function, or remove it")
         for name in self.model.teachers.keys() & self.data.pack_elements.keys():
             yield Idle("data.pack_elements", f"but the teacher {name} reads no media; remove it there")
         if self.data.processor is not None:
@@ -164,6 +164,15 @@ class Recipe(Strict):
         is_heldout = self.train.save.keep_best.startswith("heldout.")
         return self.measures_heldout_loss(step) if is_heldout else self.writes_metrics(step)
 
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Head, or teacher with a divergence -> weight of its loss; 1 without an entry."""
+        return self.train.loss_weights | {name: teacher.weight for name, teacher in self._compared.items()}
+
+    @property
+    def _compared(self) -> dict[str, TeacherSource]:
+        return {name: teacher for name, teacher in self.model.teachers.items() if teacher.divergence is not None}
+
     def unknown_heads(self, decoders: Iterable[str]) -> Iterator[Problem]:
         """Yield the keys that name another head than ``text`` and ``decoders``, with the nearest one."""
         heads = {"text", *decoders}
@@ -178,8 +187,8 @@ class Recipe(Strict):
             (["train", "save", "keep_best"], self.train.save.keep_best),
             (["train", "early_stopping", "metric"], stopping and stopping.metric),
         ):
-            if metric and (head := _head_of(metric)) not in {None, *heads}:
-                yield tuple(path), f"unknown head; {hint(str(head), heads)}"
+            if metric and (head := _head_of(metric)) not in {None, *heads, *self._compared}:
+                yield tuple(path), f"unknown head; {hint(str(head), {*heads, *self._compared})}"
 
     @classmethod
     def load(cls, path: str | Path, overrides: list[str] | None = None) -> Recipe:

@@ -34,7 +34,7 @@ from omnitrain.ops.loss.cross_entropy import CROSS_ENTROPY
 from omnitrain.ops.loss.token_functions import TokenFunction, further_parameters
 from omnitrain.ops.registry import choose
 from omnitrain.parallel.adapter_plan import adapters_for
-from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe
+from omnitrain.recipe import ChatFormat, Decoder, Encoder, HFSource, Model, Ops, ParallelPlan, Recipe, TeacherSource
 from omnitrain.recipe.functions import load_function
 from omnitrain.recipe.parallel import FOUNDATION
 from omnitrain.recipe.strict import Idle, idle_problems
@@ -107,7 +107,7 @@ def load_checkpoint(
     chat: ChatFormat | None = None,
     torch_dtype: torch.dtype | None = None,
     *,
-    teachers: Mapping[str, str] | None = None,
+    teachers: Mapping[str, TeacherSource] | None = None,
     checked: bool = True,
     averaged: bool = False,
     plan: ParallelPlan | None = None,
@@ -149,7 +149,7 @@ def _build(
     parts: Model,
     encoders: Mapping[str, Encoder],
     decoders: Mapping[str, Decoder],
-    teachers: Mapping[str, str],
+    teachers: Mapping[str, TeacherSource],
     init_device: str,
 ) -> OmniModel:
     assert parts.foundation is not None
@@ -165,7 +165,7 @@ def _build(
 
 def _refused_part(parts: Model) -> str:
     """Return the key of the component that cannot be built, by building each alone."""
-    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder], dict[str, str]]]
+    alone: list[tuple[str, dict[str, Encoder], dict[str, Decoder], dict[str, TeacherSource]]]
     alone = [("model.foundation", {}, {}, {})]
     alone += [(f"model.encoders.{name}", {name: encoder}, {}, {}) for name, encoder in parts.encoders.items()]
     alone += [(f"model.decoders.{name}", {}, {name: decoder}, {}) for name, decoder in parts.decoders.items()]
@@ -280,7 +280,7 @@ def _require_teachers(
     """Check the parameters of the user's functions: those after logits and labels are names of teachers."""
     named = [(f"train.losses.{head}", head, function) for head, function in losses.items()]
     named += [(f"train.metrics.{name}", "text", function) for name, function in metrics.items()]
-    problems, unread = [], {*model.teachers}
+    problems, unread = [], {*model.teachers}.difference(model.compared)
     for key, head, function in named:
         known = model.teachers if head == "text" else ()
         for name, has_default in further_parameters(function).items():
@@ -292,7 +292,7 @@ def _require_teachers(
                 problems.append(f"{key}: found a parameter {name!r} after logits and labels; expected {allowed}")
     problems += [
         f"model.teachers.{name}: no function of `train.losses` or `train.metrics` has a parameter {name!r} after "
-        "logits and labels, so nothing reads its hidden states; add it, or remove the teacher"
+        "logits and labels, so nothing reads its hidden states; add it, set its `divergence`, or remove the teacher"
         for name in sorted(unread)
     ]
     if problems:
@@ -357,10 +357,11 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return load_tokenizer(path, "model.tokenizer")
 
 
-def _require_same_tokens(teachers: Mapping[str, str], tokenizer: PreTrainedTokenizerBase) -> None:
+def _require_same_tokens(teachers: Mapping[str, TeacherSource], tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that each teacher has all tokens of the tokenizer, with the same ids."""
     problems, vocabulary = [], tokenizer.get_vocab()
-    for name, path in teachers.items():
+    for name, teacher in teachers.items():
+        path = teacher.path
         of_teacher = load_tokenizer(path, f"model.teachers.{name}").get_vocab()
         others = [token for token, number in vocabulary.items() if of_teacher.get(token) != number]
         if others:
@@ -393,3 +394,4 @@ def _fit_vocabulary(
     if len(tokenizer) > rows:
         model.foundation.resize_token_embeddings(len(tokenizer), mean_resizing=model.device.type != "meta")
         model.config.foundation = as_dict(model.foundation.config)
+        model.fit_heads_of_teachers()

@@ -432,7 +432,7 @@ class Trainer:
         return accumulate_gradients(
             self.model,
             batch,
-            loss_weights=self.recipe.train.loss_weights,
+            loss_weights=self.recipe.loss_weights,
             on_output=on_output,
             on_phase=on_phase,
             forward_context=self.measures.routing.forward_context,

@@ -32,6 +32,7 @@ SIZES = {
     "load": ["--rounds=1", "--width=64"],
     "checkpoint": ["--rounds=1", "--width=64", "--steps=1"],
     "loss": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
+    "divergence": ["--rounds=1", "--tokens=512", "--classes=20000", "--hidden=32"],
     "layouts": ["--rounds=1", "--steps=1", "--tokens=64"],
     "long_context": ["--rounds=1", "--budgets=1.5", "--lengths=4"],
     "ulysses": ["--rounds=1", "--tokens=64", "--hidden=128", "--rate=0"],
@@ -59,6 +60,7 @@ FAST = (SIMULATED - {"plan_search"}) | {
     "cost_balance",
     "step_plan",
     "loss",
+    "divergence",
     "attention",
     "moe_dispatch",
 }  # CI runs most others, too

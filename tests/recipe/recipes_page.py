@@ -30,6 +30,7 @@ HEADINGS = {
     "MemoryPlan": "Memory",
     "Ops": "Operations",
     "ParallelPlan": "Parallel",
+    "TeacherSource": "Teacher",
 }
 BAR = "\\|"  # in a cell of a table
 PLAIN = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}

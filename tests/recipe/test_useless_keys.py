@@ -70,7 +70,14 @@ STANDS: dict[str, Always | Idle] = {
     "Model.tokenizer": idle(
         "`data.processor` contains a tokenizer", "data.chat=null", "data.processor=ORG/NAME", "model.tokenizer=ORG/NAME"
     ),
-    "Model.teachers": idle("no `train.losses.text` or `train.metrics` to read", "model.teachers={big: ORG/NAME}"),
+    "TeacherSource.path": idle("no `train.losses.text` or `train.metrics` to read", "model.teachers={big: ORG/NAME}"),
+    "TeacherSource.divergence": Always("each kind is another loss"),
+    **{
+        f"TeacherSource.{field}": idle(
+            "there is no `divergence`, which reads it", f"model.teachers={{big: {{path: ORG/NAME, {field}: 2}}}}"
+        )
+        for field in ("temperature", "top_k", "weight")
+    },
     "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
     "HFSource.path": Always("it is the part"),
     "HFSource.config": Always("it is the part; unknown keys are refused"),

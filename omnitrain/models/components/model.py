@@ -53,6 +53,11 @@ class ComponentModel(ContainerModel):
         return tuple(name for name, encoder in self.encoders.items() if encoder.is_teacher)
 
     @property
+    def compared(self) -> tuple[str, ...]:
+        """Names of the teachers from which the divergence of the foundation is a loss."""
+        return tuple(name for name in self.teachers if self.get_submodule(name).head is not None)
+
+    @property
     def decoders(self) -> dict[str, Any]:
         """Component name -> decoder."""
         return {name: self.get_submodule(name) for name in self.decoder_names}
@@ -101,6 +106,9 @@ class ComponentModel(ContainerModel):
                 f"model: the foundation already has a component named {taken[0]!r}; choose another name for yours"
             )
         found = native | {name: dict(module.named_parameters(prefix=name)) for name, module in attached.items()}
+        for name in self.compared:  # their output layers stand beside the foundation's
+            heads = {path: found[name].pop(path) for path in [*found[name]] if path.startswith(f"{name}.head.")}
+            found["foundation"] = found["foundation"] | heads
         for name in self.divided:
             whole = found.pop(name)
             found[f"{name}.tower"] = {path: p for path, p in whole.items() if path.startswith(f"{name}.tower.")}

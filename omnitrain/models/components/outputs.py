@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 
 from omnitrain.data.packing.pack import MediaBatch, MediaGroup
-from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.plan.ragged import runs_within
 
 
@@ -21,6 +22,7 @@ class FoundationOutput(NamedTuple):
     # ``[1, T, hidden]``, the last hidden states, with gradient; None for a model that does not call its head as a
     # module. Of a pack that several ranks share, each rank has its own tokens.
     hidden: torch.Tensor | None
+    compared: Mapping[str, LossTerm] = MappingProxyType({})  # teacher -> the divergence from it
 
 
 class StatesApart(NamedTuple):
@@ -41,7 +43,7 @@ class OmniOutput:
     training, tokens that no loss reads are not computed (``model.ops.unread_rows``).
     """
 
-    losses: dict[str, LossTerm]  # ``text`` or name of a decoder -> :class:`LossTerm`
+    losses: dict[str, LossTerm]  # ``text``, name of a decoder or teacher -> :class:`LossTerm`
     read: dict[str, torch.Tensor]
     hidden: torch.Tensor | None
     apart: dict[str, StatesApart] = field(default_factory=dict)  # of decoders whose losses other ranks compute

@@ -10,7 +10,7 @@ import torch
 from omnitrain.data.packing.sample import Features, Grid
 from omnitrain.data.render.component_media import ComponentAdapter as ComponentAdapter
 from omnitrain.errors import UserError
-from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.ops.loss.linear import LossTerm
 
 TensorFeatures = dict[str, torch.Tensor]
 

@@ -15,7 +15,7 @@ from omnitrain.models.components.protocols import Draw, TensorFeatures
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.latents import ImageLatents
 from omnitrain.ops.draws import normals, uniforms
-from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import FlowDecoderConfig
 
 NOISE, TIME = 0, 1  # streams of random numbers

@@ -11,7 +11,7 @@ from omnitrain.models.components.protocols import ComponentAdapter, Draw, Tensor
 from omnitrain.models.decoders.flow import FREQUENCIES, NOISE, TIME, LatentDecoder, waves
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import normals, uniforms
-from omnitrain.ops.loss.cross_entropy import LossTerm
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import InContextDecoderConfig
 
 

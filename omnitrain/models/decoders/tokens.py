@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from omnitrain.models.components.protocols import Draw, TensorFeatures
 from omnitrain.models.decoders.codec_decoder import CodecDecoder
 from omnitrain.models.decoders.media_tokenizers import MediaTokenizer, media_tokenizer, settings_of
-from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.recipe.component_configs import TokenDecoderConfig
 

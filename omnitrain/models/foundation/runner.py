@@ -34,7 +34,8 @@ from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
 from omnitrain.ops.device import to_device
-from omnitrain.ops.loss.cross_entropy import LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.cross_entropy import cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.ops.patch_forward import wrapped_forward
 
@@ -70,6 +71,7 @@ class FoundationRunner:
         self.loss_backend = "auto"  # of linear_cross_entropy
         self.loss_function: TokenFunction | None = None  # of the text; None: cross entropy
         self.token_metrics: Mapping[str, TokenFunction] = {}  # of the predicted text tokens
+        self.compared: Mapping[str, Any] = {}  # teacher (``Teacher``) by name, whose divergence is a loss of the text
         self._writes_words = any(interface.are_words for interface in self.native.interfaces.values())
         self.in_forward = ForwardReader(model, self.native.in_forward, contract.beyond_text)
         self.own_attention: tuple[str, ...] = ()  # classes of models that do not use the registered attention
@@ -183,8 +185,9 @@ class FoundationRunner:
         with self._local(pack, sequence_slice, stage) as (local, packed):
             media = media or EncodedMedia()
             run = partial(self.run_pack, local, media, packed=packed, stage=stage)
-            term, hidden = self._loss(local, media.teachers, lambda head: run(head=head))
-        return FoundationOutput(replace(term, sum=self.in_forward.with_zero_gradients(term.sum)), hidden)
+            output = self._loss(local, media.teachers, lambda head: run(head=head))
+        text = replace(output.text, sum=self.in_forward.with_zero_gradients(output.text.sum))
+        return output._replace(text=text)
 
     def stage_output(
         self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: StageCall
@@ -213,12 +216,11 @@ class FoundationRunner:
         with reading(read_rows), seeing_blocks(pack.block_ids):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss(
-        self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]
-    ) -> tuple[LossTerm, Tensor | None]:
+    def _loss(self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]) -> FoundationOutput:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
         terms: list[LossTerm] = []
+        compared: dict[str, LossTerm] = {}
         untouched: list[Tensor] = []  # logits, before the forward writes over them
         text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
         how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
@@ -232,17 +234,21 @@ class FoundationRunner:
                 return logits
             weight, bias = lm_head.weight, getattr(lm_head, "bias", None)
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
-            terms.append(linear_cross_entropy(hidden[0, text_rows], weight, labels, bias, **options))
+            rows = hidden[0, text_rows]
+            terms.append(linear_cross_entropy(rows, weight, labels, bias, **options))
+            for name in self.compared.keys() & teachers.keys():
+                compared[name] = self.compared[name].divergence(teachers[name], rows, weight, bias)
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
         output = run(head)
         if self.contract.head == "inside":
             (term,), (hidden,) = terms, states
-            return term, hidden
+            return FoundationOutput(term, hidden, compared)
         logits = output.logits[0] if states else output.logits[0][text_rows]  # all logits: the head was not called
         if untouched:
             logits = _unmasked(logits, untouched[0], labels)
-        return cross_entropy_rows(logits, labels, count=labels.numel(), **how), states[0] if states else None
+        term = cross_entropy_rows(logits, labels, count=labels.numel(), **how)
+        return FoundationOutput(term, states[0] if states else None)
 
     def packed_sequence_of(self, pack: Pack, sequence_slice: SequenceSlice | None) -> PackedSequence | None:
         """Describe a sequence that samples or ranks share; None for others. Uses only host values."""

@@ -46,7 +46,7 @@ from omnitrain.models.hf.stored_tensor import read_weights, weights_left_in_file
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.peers import is_spread
-from omnitrain.recipe import Decoder, Encoder, HFSource
+from omnitrain.recipe import Decoder, Encoder, HFSource, TeacherSource
 from omnitrain.recipe.component_configs import (
     AudioEncoderConfig,
     FlowDecoderConfig,
@@ -111,7 +111,7 @@ def build_omni_model(
     foundation: Source | Path | None = None,
     encoders: dict[str, Any] | None = None,
     decoders: dict[str, Any] | None = None,
-    teachers: Mapping[str, Source] | None = None,
+    teachers: Mapping[str, Source | TeacherSource | Teacher] | None = None,
     init_device: str = "cpu",
     torch_dtype: torch.dtype | None = None,
 ) -> OmniModel:
@@ -130,8 +130,9 @@ def build_omni_model(
             model), or a ready model with :class:`EncoderMixin`.
         decoders: component name -> :class:`omnitrain.recipe.Decoder` (or its dict, in which ``tokenizer`` may be a
             ready model), or a ready model with :class:`DecoderMixin`.
-        teachers: component name -> a frozen language model, as :func:`build_foundation_model` takes it; losses read its
-            last hidden states.
+        teachers: component name -> a frozen language model, as :func:`build_foundation_model` takes it, whose last
+            hidden states losses read; or :class:`omnitrain.recipe.TeacherSource`, which may make its divergence a loss;
+            or a ready ``Teacher``.
         init_device: ``cpu``, ``cuda``, or ``meta`` (shapes only).
         torch_dtype: dtype of the weights (media tokenizers stay fp32); None: the foundation's dtype, which is fp32 for
             random weights and the checkpoint's dtype for loaded weights.
@@ -449,12 +450,18 @@ def _image_processor_for(config: PreTrainedConfig) -> dict[str, Any]:
     return {"image_processor_type": "SiglipImageProcessor", "size": size, "image_mean": half, "image_std": half}
 
 
-def _teacher(name: str, source: Source, init_device: str, dtype: torch.dtype | None) -> PreTrainedModel:
+def _teacher(
+    name: str, source: Source | TeacherSource | Teacher, init_device: str, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    if isinstance(source, Teacher):
+        return source
+    how = source.model_dump(include={"divergence", "temperature", "top_k"}) if isinstance(source, TeacherSource) else {}
+    path = source.path if isinstance(source, TeacherSource) else source
     try:
-        model = build_foundation_model(source, init_device=init_device, torch_dtype=dtype)
+        model = build_foundation_model(path, init_device=init_device, torch_dtype=dtype)
     except UserError as error:
         raise UserError(f"model.teachers.{name}: {error}") from None
-    return Teacher(TeacherConfig(model=as_dict(model.config)), model)
+    return Teacher(TeacherConfig(model=as_dict(model.config), **how), model)
 
 
 def _decoder(name: str, spec: Any, base: PreTrainedModel, init_device: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -45,7 +45,7 @@ from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
-from omnitrain.models.omni.teacher import Teacher
+from omnitrain.models.omni.teacher import Teacher, require_plain_head
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
@@ -109,6 +109,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 take(self.foundation, part)
             self.add_module(name, part or _fresh(values, model_class))
         self.post_init()
+        self.fit_heads_of_teachers()
         take_own_configs(self.children())
         for name in sorted({*self.encoder_names, *self.decoder_names}.difference(self.teachers)):
             use_omnitrain_attention(self.get_submodule(name))
@@ -133,9 +134,18 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         for name in self.teachers:
             try:
                 assert self.get_submodule(name).runner is not None  # checked before the model is sharded
+                if name in self.compared:
+                    require_plain_head(type(self.foundation).__name__, runner.contract)
             except UserError as error:
                 raise UserError(f"model.teachers.{name}: {error}") from None
+        runner.compared = {name: self.get_submodule(name) for name in self.compared}
         return runner
+
+    def fit_heads_of_teachers(self) -> None:
+        """Give the output layers of teachers with a divergence as many classes as the foundation's head has."""
+        head: Any = self.foundation.get_output_embeddings()
+        for name in self.teachers:
+            self.get_submodule(name).fit_head(len(head.weight))
 
     @property
     def draws(self) -> bool:
@@ -409,7 +419,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 losses[name] = self.decoders[name].lm_head(hidden[0, to_device(positions, hidden.device)], labels)
             else:
                 idle.append(idle_head(self.decoders[name], hidden))
-        losses = {"text": replace(output.text, sum=with_zero_gradients(output.text.sum, idle))} | losses
+        text = replace(output.text, sum=with_zero_gradients(output.text.sum, idle))
+        losses = {"text": text} | dict(output.compared) | losses
+        read |= dict.fromkeys(output.compared, read["text"])
         return OmniOutput(losses, read, None if hidden is None else hidden.detach(), apart)
 
 

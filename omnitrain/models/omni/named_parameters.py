@@ -76,6 +76,8 @@ def freeze(model: OmniModel, names: Sequence[str]) -> None:
     """Freeze parameters, not LoRA adapters, and batch statistics of their modules; UserError: a name matches none."""
     trained = {model.get_parameter(name) for name in (*model.adapter_names, *token_matrices(model))}
     for name in names:
+        if name.partition(".")[0] in model.teachers:
+            raise UserError(f"model.freeze: {name!r} is of a teacher, which never trains; remove it")
         for parameter in parameters_named(model, name, "model.freeze"):
             parameter.requires_grad_(parameter in trained)
     rest_frozen_statistics(model)

@@ -1,4 +1,7 @@
-"""``Teacher``: a frozen language model that reads the samples' tokens, and gives its last hidden states to losses."""
+"""``Teacher``: a frozen language model that reads the samples' tokens, and gives its last hidden states to losses.
+
+With a divergence, its output layer stands beside the student's: on the ranks of the foundation, sharded as its head is.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,33 @@ from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from omnitrain.errors import UserError
+from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.discovery import refusing
 from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
 from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.loss.divergence import Divergence, Taught, linear_divergence
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import TeacherConfig
 from omnitrain.transformers_private import ContainerModel
 
 
+class OutputLayer(nn.Linear):
+    """A teacher's output layer beside the student's: a part of the foundation's component, and not called itself."""
+
+
 class Teacher(ContainerModel, EncoderMixin):
-    """A frozen language model, as an encoder whose items are samples: for each token, its last hidden state."""
+    """A frozen language model, as an encoder whose items are samples: for each token, its last hidden state.
+
+    Attributes:
+        head: with a divergence, its output layer for the classes of the student (:meth:`fit_head`).
+    """
 
     config_class = TeacherConfig
     base_model_prefix = ""
@@ -35,6 +49,7 @@ class Teacher(ContainerModel, EncoderMixin):
             inner = as_config(config.model or {})
             model = foundation_class(inner)(inner)
         self.model = model
+        self.head: OutputLayer | None = None
         self.post_init()
         self.requires_grad_(False)
         self.eval()
@@ -50,6 +65,41 @@ class Teacher(ContainerModel, EncoderMixin):
         head: Any = self.model.get_output_embeddings()
         return int(head.weight.size(1))
 
+    def fit_head(self, classes: int) -> None:
+        """With a divergence, make the output layer that compares with a student of so many classes.
+
+        Rows that the teacher lacks repeat others: no divergence reads them.
+        """
+        if self.config.divergence is None:
+            return
+        layer: Any = self.model.get_output_embeddings()
+
+        def fitted(rows: Tensor) -> nn.Parameter:
+            copies = -(-classes // len(rows))
+            whole = rows.detach().clone() if copies == 1 else torch.cat([rows.detach()] * copies)
+            return nn.Parameter(whole[:classes], requires_grad=False)
+
+        bias = getattr(layer, "bias", None)
+        self.head = OutputLayer(layer.in_features, classes, bias is not None, device="meta")
+        self.head.weight = fitted(layer.weight)
+        if bias is not None:
+            self.head.bias = fitted(bias)
+
+    def divergence(self, states: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None) -> LossTerm:
+        """Return how far a student is from this teacher, where both predict from the same tokens.
+
+        Args:
+            states: ``[n, width]``, its own last hidden states.
+            rows: ``[n, hidden]``, those of the student.
+            weight: ``[classes, hidden]`` of the student's head; a DTensor as the teacher's output layer is.
+            bias: ``[classes]`` or None.
+        """
+        assert self.head is not None
+        own: Any = self.model.get_output_embeddings()
+        taught = Taught(states, self.head.weight, self.head.bias, min(own.out_features, self.head.out_features))
+        how = Divergence(self.config.divergence, self.config.temperature, self.config.top_k)
+        return linear_divergence(rows, weight, taught, how, bias)
+
     @cached_property
     def runner(self) -> FoundationRunner:
         """Runs the language model by its contract, over text alone; UserError: it cannot run samples in packs."""
@@ -58,6 +108,8 @@ class Teacher(ContainerModel, EncoderMixin):
             contract = contract_of(self.model, "as a teacher")
             if not contract.packs:
                 raise UserError(f"{kind} cannot run several samples in one call: {contract.why_unpacked}")
+            if self.config.divergence is not None:
+                require_plain_head(kind, contract)
             return FoundationRunner(self.model, contract)
 
     def adapter(self) -> ComponentAdapter:
@@ -90,6 +142,15 @@ class Teacher(ContainerModel, EncoderMixin):
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return a sample of one token."""
         return {"input_ids": torch.zeros(1, dtype=torch.long)}, (1,)
+
+
+def require_plain_head(kind: str, contract: Contract) -> None:
+    """Raise a UserError if the logits of a model of class ``kind`` are not what its output layer returns."""
+    if contract.head != "inside":
+        raise UserError(
+            f"{kind} changes the logits of its output layer, so the divergence cannot be computed from hidden states; "
+            "remove `divergence`, and compare them in a function of `train.losses.text`"
+        )
 
 
 def _without_weights(teacher: Teacher, values: dict[str, Any], prefix: str, _: Any) -> None:

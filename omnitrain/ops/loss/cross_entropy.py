@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,41 +16,17 @@ from omnitrain.errors import UserError
 from omnitrain.ops.collectives import add_up_gradients, gathered
 from omnitrain.ops.compile.blocks import compiler_missing, keep_compilations
 from omnitrain.ops.loss import token_functions
+from omnitrain.ops.loss.linear import CHUNK_BYTES, LinearLoss, LossTerm, Wide, of_rows, own_part
 from omnitrain.ops.registry import Backend, choose, liger_missing
 from omnitrain.torch_private import assert_async
 
 IGNORED = -100  # the label of a row without a loss
 
-# Memory for logits and their softmax, by device. Each chunk reads and writes the weight's gradient, about 12 bytes per
-# 2 x rows operations. On CPU, 447 rows (150k classes, logits and softmax in fp32) hide this cost. A GPU does 200 to 300
-# operations in the time of moving a byte, so it needs 1,800 rows (logits in bf16, softmax in fp32).
-CHUNK_BYTES = {"cpu": 2**29, "cuda": 3 * 2**29}
 _BYTES_OF_OWN = 16  # per logit of a user's loss: a copy, what its backward keeps, the gradient, all in fp32
 
-# n -> a buffer ``[n, classes]`` in fp32, the same memory at each call.
-Wide = Callable[[int], Tensor]
 # Logits ``[n, classes]``, labels ``[n]``, a buffer, whether the gradient is wanted -> losses ``[n]`` fp32 and their
 # gradient ``[n, classes]`` = softmax - one-hot, which may lie in the buffer or over the logits.
 Softmax = Callable[[Tensor, Tensor, Wide, bool], tuple[Tensor, Tensor | None]]
-# The same for the rows of a chunk, which it gets in place of their labels.
-ChunkLoss = Callable[[Tensor, slice | Tensor, Wide, bool], tuple[Tensor, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class LossTerm:
-    """A loss before division: the trainer divides the sum once by the count of the whole global batch.
-
-    Attributes:
-        sum: scalar fp32, nats, over the predicted tokens; only this field has a gradient.
-        count: number of predicted tokens.
-        rows: ``[n]`` fp32 without gradient, the loss of each row; 0 if the label is ignored.
-        metrics: name of a metric -> its values, like ``rows``.
-    """
-
-    sum: Tensor
-    count: int
-    rows: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def cross_entropy_rows(
@@ -125,7 +100,7 @@ def linear_cross_entropy(
     if group is not None:
         _require_shardable(backend, function, metrics)
         chosen = SoftmaxBackend("sharded", partial(sharded_softmax, group=group))
-        weight, bias = _own(weight), _own(bias)
+        weight, bias = own_part(weight), own_part(bias)
     if chunk_elements is None:
         buffer_bytes = chosen.buffer_bytes if function is None else _BYTES_OF_OWN
         chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + buffer_bytes)
@@ -141,10 +116,8 @@ def linear_cross_entropy(
             return token_functions.with_gradient_of_logits(function, logits, labels[at], of_chunk, with_gradient)
         return chosen.run(logits, labels[at], wide, with_gradient)
 
-    total, rows = _LinearCrossEntropy.apply(
-        hidden, weight, bias, labels, kept, chunk_rows, run, torch.is_grad_enabled()
-    )
-    values = {name: _of_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
+    total, rows = LinearLoss.apply(hidden, weight, bias, kept, chunk_rows, run, torch.is_grad_enabled())
+    values = {name: of_rows([chunk[name] for chunk in chunks], rows, kept) for name in metrics or {}}
     return LossTerm(total if group is None else add_up_gradients(total, group), count, rows, values)
 
 
@@ -161,17 +134,6 @@ def _require_shardable(
             "train.losses and train.metrics need the logits of all classes, but tensor parallel ranks share the "
             "vocabulary; remove them, or set tp to 1"
         )
-
-
-def _of_rows(chunks: list[Tensor], rows: Tensor, kept: Tensor | None) -> Tensor:
-    """The values of a metric for all rows; 0 where the label is ignored."""
-    found = torch.cat([rows[:0], *chunks])
-    return found if kept is None else torch.zeros_like(rows).index_copy_(0, kept, found)
-
-
-def _own(tensor: Any) -> Any:
-    """This rank's part of a DTensor, with a graph; None stays None."""
-    return None if tensor is None else tensor.to_local()
 
 
 def _torch_softmax(logits: Tensor, labels: Tensor, wide: Wide, with_gradient: bool) -> tuple[Tensor, Tensor | None]:
@@ -229,87 +191,6 @@ CROSS_ENTROPY = (
     SoftmaxBackend("torch", _torch_softmax),
     SoftmaxBackend("liger", _liger_softmax, liger_missing, automatic=()),
 )
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """``kept``: which rows have a label; None: all."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        kept: Tensor | None,
-        chunk_rows: int,
-        loss: ChunkLoss,
-        with_gradients: bool,
-    ) -> tuple[Tensor, Tensor]:
-        number, classes = labels.numel() if kept is None else kept.numel(), weight.size(0)
-        step = min(number, chunk_rows)
-        # Buffers for all chunks: fresh memory for each would cost as much time as the softmax.
-        logits = hidden.new_empty(step, classes)
-        wide = cache(lambda: torch.empty_like(logits, dtype=torch.float32))  # not all softmaxes need it
-        grads = _LossGradients(hidden, weight, bias, [with_gradients and needed for needed in ctx.needs_input_grad[:3]])
-        rows = hidden.new_zeros(labels.numel(), dtype=torch.float32)
-        for start in range(0, number, max(1, step)):
-            stop = min(start + step, number)
-            at = slice(start, stop) if kept is None else kept[start:stop]
-            h, x = hidden[at], logits[: stop - start]
-            _linear(h, weight, bias, out=x)
-            rows[at], grad = loss(x, at, lambda n: wide()[:n], grads.wanted)
-            if grad is not None:
-                grads.add(at, h, weight, grad if grad.dtype == x.dtype else x.copy_(grad))
-        ctx.save_for_backward(*grads.finished())
-        ctx.spent = False
-        ctx.mark_non_differentiable(rows)
-        return rows.sum(), rows
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True); use the plain loss")
-        if ctx.spent:
-            raise RuntimeError("linear_cross_entropy can be differentiated only once; compute the loss again")
-        # In place: another [classes, hidden] would be the largest tensor in memory.
-        scaled = [None if grad is None else grad.mul_(scale) for grad in ctx.saved_tensors]
-        ctx.spent = True
-        return (*scaled, None, None, None, None, None)
-
-
-def _linear(h: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
-    if bias is None:
-        torch.mm(h, weight.t(), out=out)
-    else:
-        torch.addmm(bias, h, weight.t(), out=out)
-
-
-class _LossGradients:
-    """The ``wanted`` gradients of hidden, weight and bias; weight's and bias's are sums over chunks, in fp32."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
-        self.wanted = any(wanted)
-        self._dtype = weight.dtype
-        self._hidden = torch.zeros_like(hidden) if wanted[0] else None
-        self._weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        self._bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-
-    def add(self, at: slice | Tensor, h: Tensor, weight: Tensor, grad: Tensor) -> None:
-        """Take in a chunk: its rows, ``h`` ``[n, hidden]``, and the gradient of its logits ``[n, classes]``."""
-        if self._hidden is not None:
-            self._hidden[at] = grad @ weight
-        if self._weight is not None and grad.dtype == torch.float32:
-            self._weight.addmm_(grad.t(), h)
-        elif self._weight is not None:
-            self._weight += grad.t() @ h
-        if self._bias is not None:
-            self._bias += grad.sum(0, dtype=torch.float32)
-
-    def finished(self) -> tuple[Tensor | None, ...]:
-        """Each in its parameter's dtype."""
-        sums = (None if total is None else total.to(self._dtype) for total in (self._weight, self._bias))
-        return (self._hidden, *sums)
 
 
 def sharded_softmax(

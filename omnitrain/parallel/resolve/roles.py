@@ -59,6 +59,7 @@ REFUSALS = (
         "a decoder of a section is only sharded (dp_shard) or copied (dp_replicate); remove it",
     ),
     Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
+    Refusal("a teacher", ("freeze",), "a teacher never trains; remove it", (True,)),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
     Refusal(_PROJECTOR, ("encode", "quadratic_cost"), "a projector in `main` runs in the forwards; remove it"),
     Refusal(_PROJECTOR, ("place",), "a projector runs where its features are used; remove it", ("world",)),

@@ -60,9 +60,9 @@ def accumulate_gradients(
             f"batch: found a {type(batch).__name__}; expected what the model's step_planner makes of this rank's "
             "packs: accumulate_gradients(model, plan_step(packs))"
         )
-    weights, counts = loss_weights or {}, batch.plan.loss_counts
-    for name in weights.keys() - counts.keys():
-        raise UserError(f"loss_weights: the model has no loss {name!r}; {hint(name, counts)}")
+    weights, heads = loss_weights or {}, {*batch.plan.loss_counts, *model.compared}
+    for name in weights.keys() - heads:
+        raise UserError(f"loss_weights: the model has no loss {name!r}; {hint(name, heads)}")
     if routers is not None:
         routers.begin(batch.packs)
     schedule = schedule_of(model, batch.plan, None if upcoming is None else upcoming.plan)

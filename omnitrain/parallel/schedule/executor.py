@@ -264,6 +264,7 @@ class Executor:
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
         counts = self._batch.plan.loss_counts
+        counts = dict.fromkeys(self._model.compared, counts["text"]) | counts
         return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:

@@ -175,6 +175,7 @@ class _Planning:
         experts = [f"{name}." for name, style in styles.items() if style == "moe_tp_experts"]
         styles = {name: style for name, style in styles.items() if not name.startswith(tuple(experts))}
         styles |= self._of_tied(styles)
+        styles |= self._of_teachers(styles)
         for name, style in styles.items():
             self.problems += self._problems_of(name, style)
         if not self.problems:
@@ -191,6 +192,12 @@ class _Planning:
                         is_table = isinstance(self._modules[holder], nn.Embedding)
                         found[holder] = "embedding_rowwise" if is_table else "colwise_gather_output"
         return found
+
+    def _of_teachers(self, styles: Mapping[str, str]) -> dict[str, str]:
+        """The output layers of teachers are sharded as the foundation's head."""
+        head = self._model.foundation.get_output_embeddings()
+        of_head = [style for name, style in styles.items() if self._modules.get(name) is head]
+        return {f"{teacher}.head": style for teacher in self._model.compared for style in of_head}
 
     def _problems_of(self, name: str, style: str) -> Iterator[str]:
         shown, kind, target = _shown(name), STYLES[style], self._modules.get(name)

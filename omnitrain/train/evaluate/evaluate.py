@@ -94,7 +94,7 @@ class Evaluator:
 
     def _losses(self, notify: Progress) -> dict[str, Any]:
         found = self._peers.of_first(heldout_loss(self._model, self._packs, notify))
-        return {"loss": total_loss(found["heads"], self._recipe.train.loss_weights)} | found
+        return {"loss": total_loss(found["heads"], self._recipe.loss_weights)} | found
 
     @cached_property
     def _places(self) -> list[_HeldoutRow]:

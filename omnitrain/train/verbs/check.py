@@ -333,7 +333,7 @@ def _weight_folders(recipe: Model) -> list[tuple[str, str]]:
     }
     sources |= {f"model.decoders.{name}.tokenizer": decoder.tokenizer for name, decoder in recipe.decoders.items()}
     folders |= {key: source.path for key, source in sources.items() if source is not None}
-    folders |= {f"model.teachers.{name}": path for name, path in recipe.teachers.items()}
+    folders |= {f"model.teachers.{name}": teacher.path for name, teacher in recipe.teachers.items()}
     return [(key, folder) for key, folder in folders.items() if folder is not None]
 
 

@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from omnitrain.ops.loss import cross_entropy
-from omnitrain.ops.loss.cross_entropy import IGNORED, LossTerm, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss import cross_entropy, linear
+from omnitrain.ops.loss.cross_entropy import IGNORED, cross_entropy_rows, linear_cross_entropy
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.ops.loss.token_functions import further_parameters
 from omnitrain.ops.registry import Backend, choose
 
@@ -81,7 +82,7 @@ def test_a_label_out_of_range_is_refused(label, backend):
 def test_memory_for_logits_has_a_bound(backend, monkeypatch):
     rows: list[int] = []
     monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 5 * CLASSES * 4)
-    monkeypatch.setattr(cross_entropy, "_linear", lambda h, *_, out: rows.append(len(h)) or out.zero_())
+    monkeypatch.setattr(linear, "linear", lambda h, *_, out: rows.append(len(h)) or out.zero_())
     *inputs, labels = problem(ignored=0.0)
     linear_cross_entropy(*inputs[:2], labels, backend=backend)
     assert rows[:2] == ([2, 2] if backend == "torch" else [5, 5])  # fp32, with a copy and without

@@ -242,6 +242,7 @@ def test_check_names_rows_with_media_that_a_teacher_would_read(recipe: Path, tmp
     ("components", "message"),
     [
         ({"big": {"lora": {"targets": ["**"]}}}, r"components.big.lora: a teacher does not train; remove it"),
+        ({"big": {"freeze": True}}, r"components.big.freeze: found true, but a teacher never trains; remove it"),
         ({"big": {"freeze": False}}, r"components.big.freeze: found false, but the component is frozen"),
         ({"big": {"tp": 2}}, r"components.big.tp: found 2, but a teacher is only sharded .*; remove it"),
         ({"big": {"ulysses": 2}}, r"components.big.ulysses: found 2, but a teacher is only sharded"),
