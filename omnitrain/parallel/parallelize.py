@@ -60,7 +60,7 @@ from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
 from omnitrain.plan.schedule.generators import stage_ranks
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, Section
 from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
@@ -283,19 +283,25 @@ def _apply(prepared: _Prepared, *, loader_class: Callable[..., WeightLoader] | N
     edges, losses = _connected(omni, prepared, device)
     section = sections.get(state.section)
     omni.takes_batches, omni.inference = False, InferenceOnRanks(omni, state, list(plans), pipeline)
-    separate = [*on_all, *([] if section is None else section.components)]
-    held = _held_units(omni, pipeline, {name: components[name].units for name in separate})
+    held = _held_units(omni, pipeline, components, on_all, section)
     layout = ModelLayout(
         state, states, components, topology, pipeline, exchanges, section, edges, losses, sections, held=held
     )
     remember_layout(omni, layout)
 
 
-def _held_units(model: OmniModel, pipeline: Pipeline | None, of_encoders: Mapping[str, tuple[str, ...]]) -> HeldUnits:
+def _held_units(
+    model: OmniModel,
+    pipeline: Pipeline | None,
+    components: Mapping[str, ComponentLayout],
+    on_all: Collection[str],
+    section: Section | None,
+) -> HeldUnits:
     """This rank's units by stage, and by the encoders that have actions of their own."""
+    separate = [*on_all, *([] if section is None else section.components)]
+    owned: dict[int | str, Sequence[str]] = {name: components[name].units for name in separate}
     stages = None if pipeline is None else pipeline.stages
-    by_stage = units_by_stage(model, stages, {*chain.from_iterable(of_encoders.values())})
-    owned: dict[int | str, Sequence[str]] = dict(of_encoders.items())
+    by_stage = units_by_stage(model, stages, {*chain.from_iterable(owned.values())})
     return HeldUnits(model, owned | dict(by_stage.items()))
 
 
