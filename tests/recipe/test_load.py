@@ -85,10 +85,11 @@ def test_missing_file_says_what_was_looked_for_where(tmp_path: Path, monkeypatch
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "quickstart.yaml").touch()
     monkeypatch.chdir(tmp_path)
-    assert refusal("recipes/quickstrat.yaml") == [
-        f"no recipe `recipes/quickstrat.yaml`: looked for the file {tmp_path}/recipes/quickstrat.yaml and for a "
-        f"shipped recipe with that name in {tmp_path}/recipes; did you mean `quickstart`?"
-    ]
+    for asked, meant in (("recipes/quickstrat.yaml", "recipes/quickstart.yaml"), ("quickstrat", "quickstart")):
+        assert refusal(asked) == [
+            f"no recipe `{asked}`: looked for the file {tmp_path / asked} and for a "
+            f"shipped recipe with that name in {tmp_path}/recipes; did you mean `{meant}`?"
+        ]
 
 
 def test_file_that_is_no_mapping_or_no_text_is_refused(tmp_path: Path) -> None:
