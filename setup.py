@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-TASKS = ("quickstart", "distillation", "mixture")  # recipes name their files
+TASKS = ("quickstart", "mixture")  # recipes name their files
 
 setup(
     packages=[
