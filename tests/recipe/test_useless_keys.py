@@ -290,6 +290,9 @@ STANDS: dict[str, Always | Idle] = {
     "PipelineSchedule.overlap": plan(
         "schedule.overlap=true", "no all-to-all of experts can be hidden", "foundation", base="text"
     ),
+    "PipelineSchedule.extra_forwards": plan(
+        "schedule.extra_forwards=1", "which has no further forwards", "foundation", "schedule.kind=gpipe"
+    ),
     "PipelineSchedule.split": Always("any split gives other stages"),
     "Section.components": Always("each of them gets other ranks"),
     "Section.ranks": Always("each number divides the encoders otherwise"),
