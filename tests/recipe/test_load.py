@@ -87,7 +87,7 @@ def test_missing_file_says_what_was_looked_for_where(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert refusal("recipes/quickstrat.yaml") == [
         f"no recipe `recipes/quickstrat.yaml`: looked for the file {tmp_path}/recipes/quickstrat.yaml and for a "
-        f"shipped recipe with that name in {tmp_path}/recipes; did you mean `quickstart`?"
+        f"shipped recipe with that name in {tmp_path}/recipes; did you mean `recipes/quickstart.yaml`?"
     ]
 
 
