@@ -113,7 +113,7 @@ run deep.yaml --nproc 4 parallel.default.pp=2 parallel.default.schedule.chunks=2
 check deep.yaml --nproc 2 parallel.default.pp=2 parallel.components.image_encoder.pp=2
     2  parallel.components.image_encoder: unknown component; choose from foundation
 check R --nproc 2 parallel.default.schedule.kind=gpipe
-    2  parallel.default.schedule: found with pp 1, where all but `overlap` does nothing; set pp above 1, or remove it
+    2  parallel.default.schedule: found with pp 1, where all but `overlap`...does nothing; set pp above 1, or remove it
 check R --nproc 2 parallel.default.schedule.overlap=true
     2  parallel.default.schedule.overlap: found true with ep 1, where no all-to-all...can be hidden; set ep above 1
 check R --nproc 2 parallel.default.pp=2 parallel.default.schedule={kind: zbv, overlap: true}
