@@ -99,7 +99,7 @@ def test_output_layers_of_teachers_are_of_the_foundations_component_and_are_not_
     "layouts",
     [
         ["dp2.world.accum2", "tp2", "big1.ahead.window2.slots1+tp2.accum2"],
-        pytest.param(["sp2.accum2", "cp2.recompute", "big2+dp2", "hsdp2x2", "tp2.seq.accum2"], marks=pytest.mark.slow),
+        pytest.param(["sp2.accum2", "cp2.recompute", "big2+dp2", "hsdp2x2", "tp2.accum2"], marks=pytest.mark.slow),
     ],
     ids=lambda layouts: layouts[-1],
 )
