@@ -226,8 +226,8 @@ def main() -> None:
     options.add_argument("--width", type=int, default=256, help="of the model that computes")
     options.add_argument("--tokens", type=int, default=256, help="of its packs")
     given = start(options)
-    figures: dict[str, float] = {}
-    rounds: dict[str, list[float]] = {"load_of_the_machine": [*os.getloadavg()]}
+    figures = {"load_before": os.getloadavg()[0]}
+    rounds: dict[str, list[float]] = {}
     run = partial(_measured, given.rounds, given.steps)
     for blocks in given.blocks:
         for name, sizes in {"sleep": (4, blocks, 16, 8), "compute": (2, blocks, given.width, given.tokens)}.items():
@@ -243,7 +243,7 @@ def main() -> None:
             taken = pool.run("pipeline_peers:host_on_rank", blocks, given.rounds, timeout_s=300)[1]
         figures[f"host_{blocks}_blocks_ms"] = median(taken)
         rounds[f"host_{blocks}_blocks_ms"] = taken
-    rounds["load_of_the_machine"] += [*os.getloadavg()]
+    figures["load_after"] = os.getloadavg()[0]
     report(Result("pipeline_peers", FORMULA, figures, rounds), given.json)
 
 
