@@ -74,7 +74,7 @@ def steps(seed: int, num_samples: int, number: int) -> list[Wavefront]:
 
 
 def two_sided(seed: int, waves: list[Wavefront]) -> list[Wavefront]:
-    """Return the steps with a sink behind the lanes; feeders keep as many samples as their further forwards need."""
+    """Return the steps, each with a sink; feeders may keep as many samples as extra forwards of their lanes need."""
     random, found = Random(f"{seed} sinks"), []
     for wave in waves:
         lanes, extra = tuple(range(wave.num_lanes)), random.randint(0, 1)

@@ -128,12 +128,12 @@ class TeacherSource(Strict):
     path: str
     """Hub id or local folder of a causal language model."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
-    """A loss of the text beside cross entropy: how far the foundation's predictions are from the teacher's. Unset: a
-    function of `train.losses` or `train.metrics` reads its last hidden states."""
+    """Adds a loss of the text: the divergence of the foundation's predictions from the teacher's. Unset: a function of
+    `train.losses` or `train.metrics` reads the teacher's last hidden states."""
     temperature: float = Field(1.0, gt=0)
     """Divides the logits of both. The divergence is multiplied by its square, so gradients keep their size."""
     top_k: int | None = Field(None, ge=1)
-    """Compare the teacher's most likely classes, so many, and all others as one. Unset: all classes."""
+    """Number of the teacher's most likely classes to compare; all others count as one class. Unset: all classes."""
     weight: float = Field(1.0, ge=0)
     """Weight of the divergence in the total loss; `train.loss_weights.text` is that of the cross entropy."""
 

@@ -91,11 +91,7 @@ class Wavefront:
     @cached_property
     def needs(self) -> list[list[int]]:
         """``[samples]`` indices of the feeders that encode something of each sample."""
-        fed = [set(feeder.lanes) for feeder in self.feeders]
-        return [
-            [g for g, feeder in enumerate(self.feeders) if feeder.forward[s] > 0 and lane in fed[g]]
-            for s, lane in enumerate(self.lane)
-        ]
+        return self._with_work([(set(feeder.lanes), feeder.forward) for feeder in self.feeders])
 
     @cached_property
     def fed(self) -> list[set[int]]:
@@ -105,9 +101,12 @@ class Wavefront:
     @cached_property
     def predicted(self) -> list[list[int]]:
         """``[samples]`` indices of the sinks that compute a loss of each sample."""
-        behind = [set(sink.lanes) for sink in self.sinks]
+        return self._with_work([(set(sink.lanes), sink.seconds) for sink in self.sinks])
+
+    def _with_work(self, members: Sequence[tuple[set[int], Sequence[float]]]) -> list[list[int]]:
+        """``[samples]`` indices of the members, lanes and seconds each, that have work for each sample."""
         return [
-            [n for n, sink in enumerate(self.sinks) if sink.seconds[s] > 0 and lane in behind[n]]
+            [index for index, (lanes, seconds) in enumerate(members) if lane in lanes and seconds[s] > 0]
             for s, lane in enumerate(self.lane)
         ]
 
