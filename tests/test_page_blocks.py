@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -104,7 +104,7 @@ def test_the_recipe_of_the_quickstart_and_of_its_page_trains_and_gives_a_model(h
 
 def test_both_data_sets_of_the_quickstart_are_the_same_sample(here: Path) -> None:
     (here / "cat.jpg").write_bytes(png(0))
-    (line,) = blocks("quickstart.md", "json")
+    (line,) = [block for block in blocks("quickstart.md", "json") if "messages" in block]
     (here / "mine.jsonl").write_text(line)
     run("quickstart.md", 1)
     processor = tiny_processor(tiny_model(decoders={}))
@@ -243,7 +243,7 @@ def test_every_yaml_block_is_part_of_a_recipe_or_a_row(here: Path, page: str, nu
     required = {"data": {"train": [{"path": "rows.jsonl"}]}}
     for key, value in tree.items():
         given = required[key] | value if key in required else value
-        TypeAdapter(ot.Recipe.model_fields[key].annotation).validate_python(given)
+        TypeAdapter(get_type_hints(ot.Recipe, include_extras=True)[key]).validate_python(given)
 
 
 def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -> None:
@@ -265,6 +265,7 @@ def test_the_list_of_problems_is_what_check_says_of_these_mistakes(here: Path) -
     ]
 
 
+OWN_IMAGES = ("cp own_images", "check first.yaml", "run first.yaml", "generate runs/own_images")
 # Command of a page -> where it runs instead of here: it starts ranks, or needs a model of the Hub.
 COMMANDS_ELSEWHERE = {
     "run quickstart --nproc 2": ".ci/run",
@@ -283,6 +284,7 @@ COMMANDS_ELSEWHERE = {
     "check my.yaml --nproc 8": "tests/cli/test_verbs.py",
     "verify my.yaml": "tests/train/verbs/test_verify.py",
     "plan finetune_text --gpus": "tests/train/verbs/test_plan.py",
+    **dict.fromkeys(OWN_IMAGES, "tests/test_page_blocks.py"),
 }
 
 
@@ -349,6 +351,19 @@ def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, m
         assert {file.name for file in here.iterdir()} >= {"preview.html", "stats.html", "stats.json"}
         return
     assert {file.name for file in (here / "runs" / "mine").iterdir()} >= {"recipe.yaml", "metrics.jsonl", "checkpoints"}
+
+
+def test_the_commands_for_a_folder_of_images_and_a_json_file_give_a_model_that_answers(here: Path) -> None:
+    (here / "train.json").write_text(*[block for block in blocks("quickstart.md", "json") if "conversations" in block])
+    (here / "images").mkdir()
+    (here / "images" / "0001.jpg").write_bytes(png(0))
+    short = {"run": ["train.steps=2"], "generate": ["--max-new-tokens", "2"]}
+    (page,) = [one for one in PAGES if one.name == "quickstart.md"]
+    commands = [words[1:] for words in command_lines(page) if " ".join(words[1:]).startswith(OWN_IMAGES)]
+    assert [words[0] for words in commands] == ["cp", "check", "run", "generate"]
+    for words in commands:
+        done = CliRunner().invoke(app, [*words, *short.get(words[0], [])])
+        assert done.exit_code == 0, (words, done.output, done.exception)
 
 
 TORCHRUN = [words for page in PAGES for words in command_lines(page) if words[0] == "torchrun"]
