@@ -1,6 +1,7 @@
-"""The features of a component that has ranks of its own: to who reads them, and their gradients back.
+"""Messages of a component that has ranks of its own.
 
-And the losses of a decoder that has ranks of its own: to the foundation's last stage, whose hidden states come before.
+Its features go to the section that reads them, and their gradients come back. A decoder gets hidden states from the
+foundation's last stage, and sends its losses back.
 
 Both ends of an edge know in advance, and in order, which messages will come.
 """
