@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any board gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -122,6 +122,11 @@ bench: install
 # Images and films of digits by each decoder, three seeds of each; runs/any_to_any keeps what is done.
 any-to-any: install
 	@$(BIN)/python benchmarks/any_to_any.py --json benchmarks/results/any_to_any.json
+
+# The minutes of a quickstart until no task is below its floor, as one more row of docs/board.json.
+board: install
+	@$(BIN)/omnitrain run recipes/quickstart.yaml output_dir=runs/board evaluation.every=250
+	@$(BIN)/python tasks/quickstart/board.py runs/board docs/board.json
 
 # One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
 gpu:
