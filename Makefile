@@ -14,7 +14,7 @@ DEVICE_THREAD := tests/test_device_thread.py tests/parallel/step/test_device_thr
 # The machine's own Python where it has torch, which may be built for its GPU; else that of $(VENV).
 RUN_WHERE_TORCH_IS = python=$$($(PYTHON) -c 'import torch' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python); $$python
 
-.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any board gpu
+.PHONY: install quickstart test test-second test-slow test-low-bit test-vae test-device-thread test-families test-layouts test-versions test-gpu coverage lint package site families bench any-to-any gpu
 
 # A Python that was asked for is not used where $(VENV) exists with another one.
 install: $(INSTALLED)
@@ -71,8 +71,9 @@ test-families: install
 	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py tests/models/test_low_precision.py
 
 # 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
+# And every pair of values of a section.
 test-layouts: install
-	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
+	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py tests/parallel/sections/test_layouts.py
 
 # A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions: 6 GB
 # to install, so CI does not run it. Who changes pyproject.toml, constraints.txt, torch_private.py or
@@ -122,11 +123,6 @@ bench: install
 # Images and films of digits by each decoder, three seeds of each; runs/any_to_any keeps what is done.
 any-to-any: install
 	@$(BIN)/python benchmarks/any_to_any.py --json benchmarks/results/any_to_any.json
-
-# The minutes of a quickstart until no task is below its floor, as one more row of docs/board.json.
-board: install
-	@$(BIN)/omnitrain run recipes/quickstart.yaml output_dir=runs/board evaluation.every=250
-	@$(BIN)/python tasks/quickstart/board.py runs/board docs/board.json
 
 # One visit to a machine with a GPU (docs/gpu.md): ARGS="--only right,dense", ARGS=--tiny.
 gpu:
