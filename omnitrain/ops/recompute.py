@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import torch
-from torch import nn
 
 from omnitrain.ops.attention.packed_context import inside, packed_sequence
 from omnitrain.ops.cpu.unread_rows import reading, rows_read
 from omnitrain.ops.delayed_wgrad import delayed_to, delaying
 from omnitrain.ops.experts.routing_tape import RoutingTape
-from omnitrain.ops.patch_forward import set_forward
 
 MakeContext = Callable[[], AbstractContextManager[Any]]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -39,36 +34,6 @@ def recompute_contexts(
         tape = RoutingTape()
         forward, recompute = [tape.recording], [*recompute, tape.replaying]
     return _EnteredContexts([*forward, *in_forward]), _EnteredContexts([*recompute, *in_recompute])
-
-
-@dataclass
-class RecomputedCall:
-    """How a module computes in a checkpoint: ``checkpoint(run with its keywords, other inputs)``."""
-
-    run: Callable[..., Any]  # its forward
-    checkpoint: Callable[..., Any]
-
-
-_CALL = "_recomputed_call"
-
-
-def recompute_call(module: nn.Module, checkpoint: Callable[..., Any]) -> None:
-    """Let each call of a module in training be ``checkpoint(its forward, inputs)``."""
-    setattr(module, _CALL, RecomputedCall(module.forward, checkpoint))
-    set_forward(module, _call_recomputed)
-
-
-def recomputed_call_of(module: nn.Module) -> RecomputedCall | None:
-    """Return what :func:`recompute_call` set; None: the module keeps what its backward needs."""
-    return vars(module).get(_CALL)
-
-
-@torch.compiler.disable  # torch compiles nothing around a checkpoint with contexts of its own, but all inside of it
-def _call_recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    call: RecomputedCall = vars(module)[_CALL]
-    if not (module.training and torch.is_grad_enabled()):
-        return call.run(*args, **kwargs)
-    return call.checkpoint(partial(call.run, **kwargs), *args)
 
 
 class _EnteredContexts(AbstractContextManager[None]):

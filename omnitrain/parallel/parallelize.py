@@ -291,7 +291,9 @@ def _held_units(model: OmniModel, pipeline: Pipeline | None, of_encoders: Mappin
     """This rank's units by stage, and by the encoders that have actions of their own."""
     stages = None if pipeline is None else pipeline.stages
     by_stage = units_by_stage(model, stages, {*chain.from_iterable(of_encoders.values())})
-    return HeldUnits(model, {**of_encoders, **by_stage})
+    owned: dict[int | str, Sequence[str]] = {**of_encoders}
+    owned.update(by_stage.items())
+    return HeldUnits(model, owned)
 
 
 def _leave_out(model: OmniModel, absent: Collection[str], loader: WeightLoader | None) -> None:

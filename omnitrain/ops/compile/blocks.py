@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain import torch_private
 from omnitrain.errors import UserError
-from omnitrain.ops.recompute import recomputed_call_of
+from omnitrain.ops.patch_forward import recomputed_call_of
 from omnitrain.transformers_private import checkpoint_block, checkpoint_of
 
 # Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint
 from omnitrain.ops.experts.install import set_experts
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.ops.experts.weights import experts_in, is_experts
-from omnitrain.ops.recompute import Contexts, recompute_call, recompute_contexts
+from omnitrain.ops.patch_forward import recompute_call
+from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
 from omnitrain.recipe.plan_groups import OffloadedTensor, RecomputedPart
