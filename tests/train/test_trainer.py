@@ -29,9 +29,9 @@ from omnitrain.train import saves
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
+from omnitrain.train.prepare import is_compiled
 from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
-from omnitrain.train.prepare import is_compiled
 from omnitrain.train.trainer import NonFiniteError, Trainer
 from omnitrain.train.verbs.answer import Answerer
 from tests.tiny import TASKS, png, tiny_recipe, tiny_row, write_parquet
