@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ class _ReadsOnHost(TorchFunctionMode):
             self._remember(made, again)
         elif isinstance(made, (list, tuple)):
             for index, one in enumerate(made):
-                self._remember(one, lambda index=index: again()[index])
+                self._remember(one, partial(_piece, again, index))
         return made
 
     def _remember(self, made: Any, compute: Callable[[], Tensor]) -> None:
@@ -167,6 +168,11 @@ class _ReadsOnHost(TorchFunctionMode):
             values = values_of(one) if isinstance(one, Tensor) and one.dtype is torch.bool else None
             found += [one] if values is None else map(self._sent, values.nonzero(as_tuple=True))
         return tuple(found)
+
+
+def _piece(compute: Callable[[], Any], index: int) -> Tensor:
+    piece: Tensor = compute()[index]
+    return piece
 
 
 def _number(size: Any) -> Any:
