@@ -207,7 +207,7 @@ def main() -> None:
     options = parser(__doc__ or "", rounds=1, steps=1)
     options.add_argument("--kinds", nargs="*", default=["text", "experts"], help="models whose layers are counted")
     options.add_argument("--compiled", nargs="*", default=["text"], help="those that are compiled, too: some minutes")
-    options.add_argument("--worlds", nargs="*", type=int, default=[64, 512], help="simulated ranks; none: bytes are not counted")
+    options.add_argument("--worlds", nargs="*", type=int, default=[64, 512], help="simulated ranks; none: no bytes")
     options.add_argument("--tiny", action="store_true", help="tiny widths everywhere")
     given = start(options)
     figures: dict[str, float] = {}
