@@ -50,12 +50,13 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: St
         is_encoded=any(edge.has_kept(plan) for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
         reads={c.name: c.reads for c in plan.topology.components if c.reads and c.name in in_order},
-        heads={
-            name: [k for k in range(plan.num_micro_batches) if name in plan.calls_and_heads(k)[1]]
-            for name in plan.topology.heads_apart
-            if name in in_order
-        },
+        heads={name: _micro_batches_of_head(plan, name) for name in plan.topology.heads_apart if name in in_order},
     )
+
+
+def _micro_batches_of_head(plan: StepPlan, decoder: str) -> list[int]:
+    """The micro-batches in which a decoder has targets."""
+    return [k for k in range(plan.num_micro_batches) if decoder in plan.calls_and_heads(k)[1]]
 
 
 def _windows(plan: StepPlan, components: list[str], size: int) -> dict[str, list[int]]:
