@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain import torch_private
 from omnitrain.errors import UserError
+from omnitrain.ops.host_values import reading_nothing
 from omnitrain.ops.patch_forward import recomputed_call_of
 from omnitrain.transformers_private import checkpoint_block, checkpoint_of
 
@@ -102,6 +103,7 @@ def compile_blocks(
                 call.checkpoint = partial(_compiled_inside, call.checkpoint, compiled)
         if (checkpoint := checkpoint_of(block)) is None:
             block.compile(backend=_counting(backend), dynamic=True)
+            torch_private.set_compiled_call(block, partial(_compiled_call, torch_private.compiled_call(block)))
         else:
             checkpoint_block(block, partial(_compiled_inside, checkpoint, compiled))
     return CompiledBlocks(blocks, max_recompiles)
@@ -120,7 +122,13 @@ def _compiled_function(backend: str, function: Callable[..., Any]) -> Callable[.
 
 def _compiled_inside(checkpoint: Callable[..., Any], compiled: Callable[..., Any], function: Any, *args: Any) -> Any:
     """Checkpoint ``function``, a forward, compiled: torch compiles nothing around a checkpoint."""
-    return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *args)
+    with reading_nothing():
+        return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *args)
+
+
+def _compiled_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with reading_nothing():
+        return call(*args, **kwargs)
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
