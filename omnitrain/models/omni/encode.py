@@ -239,8 +239,8 @@ def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[s
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
     A projector has the items of its tower, without pixels; a teacher has the samples with text to predict, and gives a
-    row for each token from which text is predicted. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
-    a teacher has media.
+    row for each token from which text is predicted. ``divided``: see
+    :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of a teacher has media.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
     pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
