@@ -71,8 +71,9 @@ test-families: install
 	@$(BIN)/python -m pytest -q -m slow tests/models/test_unnamed_families.py tests/models/test_low_precision.py
 
 # 150 random layouts against plain transformers; a failed row is run alone by python -m tests.parallel.random_layouts "ROW".
+# And every pair of values of a section.
 test-layouts: install
-	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py
+	@$(BIN)/python -m pytest -q -m slow tests/parallel/random_layouts/test_random_layouts.py tests/parallel/sections/test_layouts.py
 
 # A short suite with the lowest and the highest torch and transformers (omnitrain.packages.WINDOW), each in .versions: 6 GB
 # to install, so CI does not run it. Who changes pyproject.toml, constraints.txt, torch_private.py or

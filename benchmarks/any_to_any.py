@@ -66,7 +66,7 @@ RUNS = {
     ),
     "film_flow_head": Run("video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{width: 256}}}}", 2500, LATENTS),
     "film_in_context": Run(
-        "video", f"{{tokenizer: {PATCHES.format(4)}, {FILM}, flow: {{kind: in_context}}}}", 2500, LATENTS
+        "video", f"{{tokenizer: {PATCHES.format(6)}, {FILM}, flow: {{kind: in_context}}}}", 2500, LATENTS
     ),
 }
 JUDGES: dict[str, type[ImageJudge | VideoJudge]] = {"image": ImageJudge, "video": VideoJudge}

@@ -35,9 +35,9 @@ from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delayed_to, delaying
 from omnitrain.ops.experts.install import use_omnitrain_experts
-from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.executor import Executor
+from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
@@ -157,11 +157,10 @@ class Timed(Executor):
     }
 
 
-def one_step(model: OmniModel, batch: Any, number: int) -> tuple[float, dict[tuple[str, int], float]]:
+def one_step(model: OmniModel, batch: Any) -> tuple[float, dict[tuple[str, int], float]]:
     """Return the seconds of a step, the same on all ranks, and those of each kind of action of this rank's stages."""
-    pipeline = layout_of(model).pipeline
     executor = Timed(model, batch, {})
-    schedule = pipeline.schedule_of(number)
+    schedule = schedule_of(model, batch.plan)
     dist.barrier()
     began = time.perf_counter()
     executor.run(schedule)
@@ -183,7 +182,7 @@ def sleep_on_rank(ranks: int, number: int, rounds: int) -> dict[str, list[float]
     found: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for index in range(-1, rounds):  # one round to warm up
         for kind in in_turn(tuple(KINDS), index):
-            seconds, _ = one_step(models[kind], batches[kind], number)
+            seconds, _ = one_step(models[kind], batches[kind])
             if index >= 0:
                 found[kind].append(seconds)
     return found
@@ -218,11 +217,11 @@ def compute_on_rank(number: int, rounds: int, width: int, tokens: int) -> dict[s
     found: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for index in range(-1, rounds):
         for kind in in_turn(tuple(KINDS), index):
-            seconds, durations = one_step(models[kind], batches[kind], number)
+            seconds, durations = one_step(models[kind], batches[kind])
             everyone: list[Any] = [None, None]
             dist.all_gather_object(everyone, durations)
             of_stage = {(Kind(k), s): value for one in everyone for (k, s), value in one.items()}
-            schedule = layout_of(models[kind]).pipeline.schedule_of(number)
+            schedule = schedule_of(models[kind], batches[kind].plan)
             simulated = float(simulate(schedule, of_stage).makespan)
             bubble = 1 - number * sum(of_stage.values()) / (len(everyone) * seconds)
             if index >= 0:

@@ -26,10 +26,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.schedule.executor import Executor
+from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
@@ -201,7 +201,7 @@ def host_on_rank(blocks: int, rounds: int) -> list[float]:
     settle()
     model = on_stages("1f1b", 2, blocks, 16, [blocks - 1, 1])
     batch = step_planner(model)(packs_of(MICRO_BATCHES, 8))
-    schedule, taken = layout_of(model).pipeline.schedule_of(MICRO_BATCHES), []
+    schedule, taken = schedule_of(model, batch.plan), []
 
     class Timed(Executor):
         def _output(self, *arguments: Any) -> Any:

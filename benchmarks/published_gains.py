@@ -33,8 +33,9 @@ from pathlib import Path
 import numpy as np
 from harness import Result, report, start
 
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import accumulate, one_f_one_b
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import simulate
@@ -73,7 +74,7 @@ def gains(encoder: float) -> dict[str, float]:
     """Return level -> its gain over level 1 in percent."""
     number = SAMPLES // (GPUS // (TENSOR * STAGES))
     plain = one_f_one_b(STAGES, number)
-    world = with_encoders(plain, [EncoderWindows("image_encoder", number, is_trained=True)])
+    world = with_encoders(plain, [Placement("image_encoder", (), window=number)])
 
     def first_of_group(action: Action) -> float:
         return float(action.micro_batch is not None and action.micro_batch % TENSOR == 0)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import _utils as torch_utils
+from torch import overrides
 from torch._subclasses import fake_tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_common, _fsdp_param
@@ -45,6 +46,9 @@ NEED_CONTENT = (
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+# The innermost mode that sees functions, or None; a context without it.
+innermost_function_mode = overrides._get_current_function_mode
+without_innermost_function_mode = overrides._pop_mode_temporarily
 
 # A process group of ranks that are not there, for a layout that is tried in one process; a group by its name.
 FakeStore = fake_pg.FakeStore

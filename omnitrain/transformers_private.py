@@ -101,6 +101,11 @@ def checkpoint_block(block: Any, function: Callable[..., Any]) -> None:
     block._gradient_checkpointing_func = function
 
 
+def checkpoint_of(block: Any) -> Callable[..., Any] | None:
+    """Return the function that :func:`checkpoint_block` gave a block; None: the block keeps what its backward needs."""
+    return block._gradient_checkpointing_func if block.gradient_checkpointing else None
+
+
 def audio_lengths(tower: PreTrainedModel) -> Callable[..., Any] | None:
     """Return the function from frames to features of an audio tower; None: it has none."""
     return getattr(tower, "_get_feat_extract_output_lengths", None)

@@ -87,4 +87,5 @@ STEPS = {
     "experts exchange": TinyStep("experts", chunks=3),
     "experts recompute parts": TinyStep("experts", {"memory": {"recompute": "parts"}}, chunks=2),
     "text compile": TinyStep("text", {"compile": True}),  # the slowest, so the last
+    "text compile recompute": TinyStep("text", {"compile": True, "memory": {"recompute": "full"}}),
 }

@@ -6,10 +6,13 @@ import hashlib
 
 import torch
 
+from omnitrain.ops.host_values import remember
+
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to ``device``. A blocking copy to a GPU would wait for all its queued work."""
-    return tensor.to(device, non_blocking=device.type == "cuda")
+    there = tensor.to(device, non_blocking=device.type == "cuda")
+    return there if there is tensor else remember(there, tensor)
 
 
 def seed_device(seed: int, device: torch.device) -> None:

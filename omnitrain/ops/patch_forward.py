@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]  # (module, *args, **kwargs)
@@ -67,3 +70,33 @@ def wrapped_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[
 
     with changed_by_one_thread(module), own_forward(module, wrapper):
         yield
+
+
+@dataclass
+class RecomputedCall:
+    """How a module computes in a checkpoint: ``checkpoint(run with its keywords, other inputs)``."""
+
+    run: Callable[..., Any]  # its forward
+    checkpoint: Callable[..., Any]
+
+
+_CALL = "_recomputed_call"
+
+
+def recompute_call(module: nn.Module, checkpoint: Callable[..., Any]) -> None:
+    """Let each call of a module in training be ``checkpoint(its forward, inputs)``."""
+    setattr(module, _CALL, RecomputedCall(module.forward, checkpoint))
+    set_forward(module, _call_recomputed)
+
+
+def recomputed_call_of(module: nn.Module) -> RecomputedCall | None:
+    """Return what :func:`recompute_call` set; None: the module keeps what its backward needs."""
+    return vars(module).get(_CALL)
+
+
+@torch.compiler.disable  # torch compiles nothing around a checkpoint with contexts of its own, but all inside of it
+def _call_recomputed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    call: RecomputedCall = vars(module)[_CALL]
+    if not (module.training and torch.is_grad_enabled()):
+        return call.run(*args, **kwargs)
+    return call.checkpoint(partial(call.run, **kwargs), *args)

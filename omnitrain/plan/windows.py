@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 
 from omnitrain.errors import UserError
-from omnitrain.plan.placement import Topology
+from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.schedule.actions import ENCODES, Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.simulate import simulate
 from omnitrain.plan.step import plan_step
 from omnitrain.plan.tables import StepTables
@@ -85,8 +85,7 @@ class WindowChooser:
             is_whole_backward = action.kind in (Kind.B, Kind.ENCODE_B)
             return float(operations[_first(action)]) * (1 + is_whole_backward)
 
-        encoder = EncoderWindows(component, size, planned.component(component).is_trained)
-        return float(simulate(with_encoders(passes, [encoder]), seconds).makespan)
+        return float(simulate(with_encoders(passes, [planned.component(component)]), seconds).makespan)
 
 
 def features_of(topology: Topology, tables: StepTables, component: str) -> np.ndarray:
@@ -106,7 +105,8 @@ def peak(passes: Schedule, size: int, is_trained: bool, features: np.ndarray) ->
 @lru_cache(maxsize=256)
 def _waiting(passes: Schedule, size: int, is_trained: bool) -> np.ndarray:
     """Return ``[exchanges, M]`` bool: the micro-batches whose features wait after each exchange."""
-    row = with_encoders(passes, [EncoderWindows("", size, is_trained)]).actions[passes.stage_ranks[0]]
+    encoder = Placement("", (), window=size, is_trained=is_trained)
+    row = with_encoders(passes, [encoder]).actions[passes.stage_ranks[0]]
     waiting, found = np.zeros(passes.num_micro_batches, dtype=bool), []
     for action in row:
         if action.kind is Kind.EXCHANGE:

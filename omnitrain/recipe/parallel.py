@@ -126,9 +126,6 @@ class ComponentPlan(Strict):
             if value not in (None, False) and not (key in AXES and value == 1) and with_value in values:
                 found = f"found {_literal(value)}" if isinstance(value, int) else "found"
                 yield (key,), f"{found} with `{other}: {_literal(with_value)}`{why}"
-        if self.compile and self.memory.mode != "none":
-            why = "with which torch compiles nothing; remove one"
-            yield ("compile",), f"found true with `memory.recompute: {self.memory.mode}`, {why}"
         for what, other, never, why in _NOT_OFFLOADED:
             if self.memory.offloads(what) and getattr(self, other) == never:
                 yield ("memory", "offload"), f"found {what} with `{other}: {_literal(never)}`; {why}"

@@ -106,8 +106,9 @@ class EMA(Strict):
 class Compile(Strict):
     """``torch.compile`` of the foundation's blocks."""
 
-    enabled: bool = True
-    """Compile each block, once for all lengths. Needs a C++ compiler on CPU."""
+    enabled: bool | Literal["auto"] = True
+    """Compile each block, once for all lengths; if it is recomputed, its forward and its recompute. `auto`: on CUDA,
+    where the plan allows it and a compiler is there. Needs a C++ compiler on CPU."""
     max_recompiles: int = Field(8, ge=0)
     """Stop the run after more recompiles than this."""
 
@@ -255,10 +256,10 @@ class Train(Strict):
     """Steps to trace in detail."""
     report: bool = True
     """Write report.html at the end of the run."""
-    compile: Annotated[Compile, short_for("enabled", bool, bool | Compile)] = Field(
+    compile: Annotated[Compile, short_for("enabled", bool | str, bool | Literal["auto"] | Compile)] = Field(
         default_factory=lambda: Compile(enabled=False)
     )
-    """`torch.compile` of the foundation's blocks. `true` or `false` is short for {enabled: ...}."""
+    """`torch.compile` of the foundation's blocks. `true`, `false` or `auto` is short for {enabled: ...}."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that others make useless."""

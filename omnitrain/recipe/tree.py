@@ -113,16 +113,11 @@ class Recipe(Strict):
             yield f"`train.early_stopping.metric: {metric}`: {known}"
 
     def _uncompiled(self) -> Iterator[str]:
-        plan = self.parallel.of(FOUNDATION) if self.train.compile.enabled else ComponentPlan()
-        if plan.memory.recomputes_blocks:
-            yield (
-                f"`train.compile` with `memory.recompute: {plan.memory.mode}` of the foundation, under which torch "
-                "compiles nothing; use one of the two"
-            )
-        elif plan.memory.offloads("activations"):
+        plan = self.parallel.of(FOUNDATION) if self.train.compile.enabled is True else ComponentPlan()
+        if plan.memory.offloads("activations") and not plan.memory.recomputes_blocks:
             yield (
                 "`train.compile` with `memory.offload: [activations]` of the foundation: compiled blocks cannot "
-                "offload activations yet; use one of the two"
+                "offload activations without recompute yet; add `memory.recompute: full`, or use one of the two"
             )
         elif plan.compile is not None:
             said = f"`compile: {str(plan.compile).lower()}`"

@@ -18,7 +18,7 @@ from omnitrain.models.hf.stored_tensor import weights_left_in_files
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
+from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks, compiler_missing
 from omnitrain.ops.fused.install import FusedOp
 from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
@@ -55,13 +55,11 @@ def prepare_model(recipe: Recipe, ranks: Ranks, device: torch.device, checkpoint
     mixed = mixed_precision(recipe.train, device.type)
     ops = use_ops(model, recipe.model.ops, device, compute_dtype(recipe.parallel, mixed))
     use_own_functions(model, recipe.train)
-    settings, compiled = recipe.train.compile, None
-    if settings.enabled:
-        compiled = compile_blocks(model.foundation, device, max_recompiles=settings.max_recompiles)
     with weights_shown(console):
         layout = _lay_out(model, recipe, ranks, device, mixed)
-    if compiled is None and layout is not None:
-        compiled = layout.components[FOUNDATION].compiled
+    compiled = None if layout is None else layout.components[FOUNDATION].compiled
+    if compiled is None and is_compiled(recipe, device):  # when it is known which blocks are recomputed
+        compiled = compile_blocks(model.foundation, device, max_recompiles=recipe.train.compile.max_recompiles)
     return PreparedModel(model, processor, ops, layout, compiled, flops)
 
 
@@ -82,6 +80,17 @@ def _build(recipe: Recipe, checkpoint: Path | None, ranks: Ranks) -> tuple[OmniM
     require_heads(recipe, model.decoders)
     require_effect(recipe, model, processor)  # also checks the contract
     return model.train(), processor
+
+
+def is_compiled(recipe: Recipe, device: torch.device) -> bool:
+    """Whether ``train.compile`` compiles blocks on this device."""
+    enabled, plan = recipe.train.compile.enabled, recipe.parallel.of(FOUNDATION)
+    if enabled != "auto":
+        return enabled
+    is_offloaded = plan.memory.offloads("activations") and not plan.memory.recomputes_blocks
+    is_split = plan.schedule is not None and plan.schedule.kind == "zbv"  # weights have an action of their own
+    is_asked = device.type == "cuda" and not (is_offloaded or is_split)
+    return is_asked and plan.compile is None and compiler_missing(device) is None
 
 
 def _lay_out(

@@ -341,6 +341,8 @@ class Trainer:
             console.print("every component computes in float32 (train.precision)")
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
+        elif self.recipe.train.compile.enabled == "auto":
+            console.print("no block is compiled (train.compile: auto, on CUDA)")
         if self.device.type == "cuda":
             self.show_memory()
         if self.resumed is not None:

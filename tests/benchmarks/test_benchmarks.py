@@ -16,6 +16,7 @@ SIZES = {
     "encoders": ["--rounds=1", "--width=64", "--text=32", "--grid=4", "--bits=0"],
     "sections": [*("--rounds=1", "--number=4", "--width=64", "--text=32", "--grid=4", "--sleep-grid=4", "--bits=0")],
     "published_gains": [],
+    "step_counts": ["--kinds", "text", "--compiled", "--worlds", "64", "--tiny"],
     "overlap_tables": [],
     "pipeline_peers": ["--rounds=1", "--blocks", "8", "--width=16", "--tokens=8"],
     "plan_search": ["--parts", "dense"],
@@ -54,8 +55,8 @@ SIZES = {
     "moe_dispatch": ["--rounds=1", "--tokens=64", "--hidden=16", "--inner=16"],
     "two_commits": [str(BENCHMARKS.parent), "--rounds=1", "--names=padding", "--arguments=--steps=1 --samples=200"],
 }
-SIMULATED = {"published_gains", "overlap_tables", "wavefront", "plan_search"}  # without rounds
-FAST = (SIMULATED - {"plan_search"}) | {
+SIMULATED = {"step_counts", "published_gains", "overlap_tables", "wavefront", "plan_search"}  # without rounds
+FAST = (SIMULATED - {"plan_search", "step_counts"}) | {
     "packing",
     "cost_balance",
     "step_plan",

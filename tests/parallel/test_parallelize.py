@@ -416,8 +416,8 @@ def test_the_table_of_each_rank_has_the_section_of_a_component_and_the_units_of_
     assert "section" in str(tables[0]) and "section" not in str(LayoutTable([replace(rows["foundation"], section="")]))
 
 
-def compiled(run: bool) -> dict[str, Any]:
-    model = laid_out(components={"foundation": {"compile": True}})
+def compiled(run: bool, memory: dict[str, str]) -> dict[str, Any]:
+    model = laid_out(components={"foundation": {"compile": True, "memory": memory}})
     layers = model.foundation.model.layers
     found = {"layers": [layer._compiled_call_impl is not None for layer in layers]}
     component = ot.parallel.layout_of(model).components["foundation"]
@@ -428,12 +428,13 @@ def compiled(run: bool) -> dict[str, Any]:
 
 
 def test_compile_is_of_the_blocks_of_the_foundation(ranks: RankPool) -> None:
-    assert ranks.run(compiled, False, timeout_s=60, world=2)[0] == {"layers": [True, True], "tower": False}
+    assert ranks.run(compiled, False, {}, timeout_s=60, world=2)[0] == {"layers": [True, True], "tower": False}
 
 
 @pytest.mark.slow
-def test_compiled_blocks_on_ranks_have_the_gradients_of_one_process(ranks: RankPool) -> None:
-    found = ranks.run(compiled, True, timeout_s=300, world=2)[0]
+@pytest.mark.parametrize("memory", [{}, {"recompute": "full"}], ids=["kept", "recomputed"])
+def test_compiled_blocks_on_ranks_have_the_gradients_of_one_process(ranks: RankPool, memory: dict[str, str]) -> None:
+    found = ranks.run(compiled, True, memory, timeout_s=300, world=2)[0]
     assert found["compilations"] > 0
     for name, gradient in gradients_of_one_process((None,)).items():
         if "k_proj.bias" not in name:  # zero but for rounding

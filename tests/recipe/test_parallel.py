@@ -65,7 +65,6 @@ def test_a_default_offload_passes_over_what_is_frozen_or_not_sharded() -> None:
         ({"mode": "fsdp2", "dp_replicate": 2}, "use `mode: hsdp`"),
         ({"mode": "replicate", "dp_shard": 2}, "which shards nothing"),
         ({"mode": "replicate", "memory": {"offload": ["parameters"]}}, "only shards can be offloaded"),
-        ({"memory": {"recompute": "full"}, "compile": True}, "torch compiles nothing"),
         ({"memory": {"recompute": {"keep": ["aten.mm"], "parts": ["router"]}}}, "found both of `keep` and `parts`"),
         ({"memory": {"recompute": {}}}, "found none of `keep` and `parts`; set one"),
         ({"memory": {"offload": ["mlp_input", "activations"]}}, "activations, which include them"),
@@ -92,7 +91,6 @@ def test_a_recipe_names_the_place_of_a_contradiction_and_the_nearest_key(recipe_
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("memory.recompute=full", "torch compiles nothing"),
         ("memory.offload=activations", "cannot offload activations"),
         ("compile=true", "set it in one place"),
     ],

@@ -260,7 +260,7 @@ STANDS: dict[str, Always | Idle] = {
     "Track.name": idle("only wandb and trackio use it", "train.track.name=mine"),
     "Trace.steps": Always("every model has actions"),
     "Compile.enabled": idle(
-        "torch compiles nothing", "parallel.default.memory.recompute=full", "train.compile.enabled=true"
+        "cannot offload activations", "parallel.default.memory.offload=[activations]", "train.compile.enabled=true"
     ),
     "Compile.max_recompiles": idle("nothing is compiled", "train.compile={enabled: false, max_recompiles: 2}"),
     "ParallelPlan.tp_plan": idle(

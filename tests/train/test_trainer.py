@@ -29,6 +29,7 @@ from omnitrain.train import saves
 from omnitrain.train.evaluate import evaluate
 from omnitrain.train.evaluate.evaluate import Answered
 from omnitrain.train.metrics.console import console
+from omnitrain.train.prepare import is_compiled
 from omnitrain.train.run_state import snapshot
 from omnitrain.train.run_state.save import checkpoint_bytes
 from omnitrain.train.trainer import NonFiniteError, Trainer
@@ -110,6 +111,25 @@ def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monk
     # Behind inserted media the first block gets a view, and torch compiles views apart.
     assert max(trainer.compiled.compilations.values()) <= 2
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "compiles"),
+    [
+        ("cpu", [], False),
+        ("cuda", [], True),
+        ("cuda", ["parallel.default.memory.recompute=full", "parallel.default.memory.offload=[activations]"], True),
+        ("cuda", ["parallel.default.memory.offload=[activations]"], False),
+        ("cuda", ["parallel.components.foundation.compile=false"], False),
+        ("cuda", ["parallel.components.foundation.pp=2", "parallel.components.foundation.schedule.kind=zbv"], False),
+    ],
+)
+def test_auto_compiles_on_cuda_where_the_plan_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, overrides: list[str], compiles: bool
+) -> None:
+    monkeypatch.setattr("omnitrain.train.prepare.compiler_missing", lambda _: None)
+    recipe = load(tiny_recipe(tmp_path), "train.compile=auto", *overrides)
+    assert is_compiled(recipe, torch.device(device)) is compiles
 
 
 def test_leaving_out_rows_that_no_head_reads_changes_no_loss(tmp_path: Path) -> None:

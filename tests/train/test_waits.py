@@ -75,20 +75,11 @@ def waits_of(device: Device) -> dict[str, int]:
     return {place: times for place, times in device.waits.items() if not place.startswith(ON_CPU_ALONE)}
 
 
-@pytest.mark.parametrize("case", [text, any_to_any, experts])
+@pytest.mark.parametrize("case", [text, any_to_any, experts, vision_language])
 def test_a_step_waits_for_nothing(
     case: Callable[[], tuple[OmniModel, list[Sample]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert waits_of(device_after_a_step(*case(), monkeypatch)) == {}
-
-
-def test_with_a_tower_of_its_own_a_model_waits_only_where_its_own_code_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = waits_of(device_after_a_step(*vision_language(), monkeypatch))
-    assert {place for place in waits if place.startswith("omnitrain.")} == {
-        "omnitrain.ops.attention.entry _read",  # of the tower's offsets, which its code makes on the device
-        "omnitrain.parallel.schedule.executor _backward_of_stage",  # backward of the model's own indexing with masks
-    }
-    assert not any("masking_utils" in place for place in waits)
 
 
 def test_the_host_waits_once_in_a_step_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

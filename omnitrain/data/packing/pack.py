@@ -12,6 +12,7 @@ import torch
 
 from omnitrain.data.packing.sample import SEEDS, Features, MediaSpan, Sample
 from omnitrain.ops.device import mixed_seed, to_device
+from omnitrain.ops.host_values import rows_of
 
 IGNORED = -100
 
@@ -37,7 +38,7 @@ class MediaGroup:
         for start, stop in pairwise((0, *accumulate(sizes))):
             rows = {name: counts[start:stop] for name, counts in self.num_rows.items()}
             first = {name: sum(counts[:start]) for name, counts in self.num_rows.items()}
-            features = {name: t.narrow(0, first[name], sum(rows[name])) for name, t in self.features.items()}
+            features = {name: rows_of(t, first[name], sum(rows[name])) for name, t in self.features.items()}
             yield MediaGroup(features, rows, self.num_tokens[start:stop], self.samples[start:stop])
 
     def to(self, device: torch.device) -> MediaGroup:

@@ -10,15 +10,20 @@ from omnitrain.data.packing.sample import SEEDS
 from omnitrain.models.components.protocols import ComponentAdapter, Draw, TensorFeatures
 from omnitrain.models.decoders.flow import FREQUENCIES, NOISE, TIME, LatentDecoder, waves
 from omnitrain.ops.device import to_device
-from omnitrain.ops.draws import normals, uniforms
+from omnitrain.ops.draws import normals
 from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import InContextDecoderConfig
 
+_TIME_MEAN, _TIME_DEVIATION = -0.8, 0.8  # of the logit of the time in training
+
 
 class InContextDecoder(LatentDecoder):
-    """The latents of an item are tokens that see each other, with noise of one time; the head predicts velocities.
+    """The latents of an item are tokens that see each other, with noise of one time.
 
-    So the foundation denoises them, as in Transfusion, Show-o2 and BAGEL. A label is the velocity from noise to data.
+    So the foundation denoises them, as in Transfusion, Show-o2 and BAGEL. The head predicts the latents without noise,
+    which need fewer dims of a hidden state than velocities, which have the noise (Li and He, "Back to basics: let
+    denoising generative models denoise", 2025). The loss is that of the velocity from the noised latents to them. A
+    label is a latent and the rest of its way, ``1 - time``.
     """
 
     config: InContextDecoderConfig
@@ -29,6 +34,7 @@ class InContextDecoder(LatentDecoder):
         super().__init__(config, tokenizer)
         channels, hidden = self.codec.num_channels, config.hidden_size
         self.embedding = nn.Linear(channels, hidden)
+        self.places = nn.Embedding((self.num_frames or 1) + 2 * self.codec.side, hidden)  # of frame, row and column
         self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
         self.head = nn.Linear(hidden, channels)
         self.post_init()
@@ -40,31 +46,40 @@ class InContextDecoder(LatentDecoder):
         return adapter
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return embeddings ``[sum(num_tokens), hidden]``, and labels ``[sum(num_tokens), channels]`` fp32.
+        """Return embeddings ``[sum(num_tokens), hidden]``, and labels ``[sum(num_tokens), channels + 1]`` fp32.
 
-        The time is drawn for each item. In prompts it is 1: there is no noise.
+        The time is drawn for each item, more often an early one. In prompts it is 1: there is no noise.
         """
-        seeds = features[SEEDS]
+        seeds, of_items = features[SEEDS], (len(num_tokens), num_tokens[0])
         with torch.no_grad():
             latents, noise = self.codec.encode(features), normals(seeds, self.codec.num_channels, NOISE)
-            counts = torch.tensor(num_tokens)
-            first = to_device((counts.cumsum(0) - counts).repeat_interleave(counts), seeds.device)
-            time = uniforms(seeds[first], 1, TIME).float().where(seeds[:, None] != 0, 1.0)
-        return self._embedded(noise + time * (latents - noise), time), latents - noise
+            time = torch.sigmoid(_TIME_MEAN + _TIME_DEVIATION * normals(seeds.view(of_items)[:, 0], 1, TIME))
+            time = time.repeat_interleave(num_tokens[0], dim=0).where(seeds[:, None] != 0, 1.0)
+            noised = noise + time * (latents - noise)
+        embeds = self._embedded(noised.unflatten(0, of_items), time.unflatten(0, of_items))
+        return embeds.flatten(0, 1), torch.cat([latents, 1 - time], dim=1)
 
     def _embedded(self, latents: Tensor, time: Tensor) -> Tensor:
-        dtype = self.embedding.weight.dtype
-        embeds: Tensor = self.embedding(latents.to(dtype)) + self.time(waves(time).to(dtype))
+        """``[items, n, channels]`` and ``[items, n, 1]`` -> ``[items, n, hidden]``."""
+        dtype, frames, side = self.embedding.weight.dtype, self.num_frames or 1, self.codec.side
+        starts = zip((0, frames, frames + side), (frames, side, side), strict=True)
+        places = torch.cartesian_prod(*(torch.arange(start, start + size) for start, size in starts))
+        of_places = self.places(to_device(places, latents.device)).sum(dim=1)
+        embeds: Tensor = self.embedding(latents.to(dtype)) + self.time(waves(time).to(dtype)) + of_places
         return embeds
 
     def lm_head(self, hidden: Tensor, labels: Tensor) -> LossTerm:
-        """Return the mean squared error of velocities, predicted from the tokens' own states ``[n, hidden]``."""
-        rows = (self.head(hidden).float() - labels).square().mean(dim=1)
+        """Return the mean squared error of velocities, predicted from the tokens' own states ``[n, hidden]``.
+
+        The rest of a way counts as at least that of the last step in generation.
+        """
+        latents, rest = labels[:, :-1], labels[:, -1:].clamp(min=1 / self.config.num_steps)
+        rows = ((self.head(hidden).float() - latents) / rest).square().mean(dim=1)
         return LossTerm(rows.sum(), len(rows), rows.detach())
 
     def minimal_labels(self) -> Tensor:
         """See :class:`DecoderMixin`."""
-        return torch.zeros(1, self.codec.num_channels)
+        return torch.zeros(1, self.codec.num_channels + 1)
 
     def lm_embed(self, hidden: Tensor, draw: Draw) -> tuple[Tensor, Tensor | None]:
         """Move the latents of items by one step (see :class:`DecoderMixin`)."""
@@ -72,7 +87,9 @@ class InContextDecoder(LatentDecoder):
         if draw.state is None:
             step, latents = 0, draw.noise(count * self.codec.num_channels).unflatten(1, (count, -1))
         else:
-            step, latents = draw.state[0] + 1, draw.state[1] + draw.guided(self.head(hidden).float()) / steps
+            step, latents = draw.state
+            latents = latents + (draw.guided(self.head(hidden).float()) - latents) / (steps - step)
+            step += 1
         draw.state = step, latents
         time = latents.new_full((*latents.shape[:2], 1), step / steps)
         return self._embedded(latents, time), latents if step == steps else None

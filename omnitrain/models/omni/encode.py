@@ -29,6 +29,7 @@ from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import reading_on_host
 from omnitrain.ops.timing import What
 from omnitrain.plan.ragged import ranges
 from omnitrain.recipe.parallel import FOUNDATION
@@ -223,7 +224,7 @@ def call_component(
     """
     made: list[MediaFeatures] = []
     minimal: list[MediaFeatures] = []
-    with recorded(model, What("compute", "encode", "forward", component)):
+    with recorded(model, What("compute", "encode", "forward", component)), reading_on_host(model.device):
         for name in model.media_names[component]:  # the same order on all ranks, with or without data
             own = calls.get(name, ())
             with around():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ from omnitrain.models.omni.teacher import Teacher, require_plain_head
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
+from omnitrain.ops.host_values import reading_on_host
 from omnitrain.ops.recompute import recompute_contexts
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
@@ -389,9 +391,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         """
         call = None if stage is None else self.stage_of(stage)
         pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
-        if call is None or call.span.is_last:
-            return self.runner.text_loss(pack, media, sequence_slice, call)
-        return self.runner.stage_output(pack, media, sequence_slice, call)
+        with reading_on_host(self.device) if media.native else nullcontext():  # the model's own code reads positions
+            if call is None or call.span.is_last:
+                return self.runner.text_loss(pack, media, sequence_slice, call)
+            return self.runner.stage_output(pack, media, sequence_slice, call)
 
     def stage_of(self, stage: StageInput) -> StageCall:
         """Return a stage's call for :meth:`FoundationRunner.run`; UserError: the foundation cannot be cut there."""

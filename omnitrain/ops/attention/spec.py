@@ -280,6 +280,12 @@ def plain_spec(offsets: tuple[int, ...], causal: bool, window: int | None) -> Ma
     return spec
 
 
+def forget_specs() -> None:
+    """Let go of the specs that no sequence holds: the next one of the same values makes its tables again."""
+    _latest.clear()
+    _specs.clear()
+
+
 def segment_numbers(offsets: tuple[int, ...], device: torch.device) -> Tensor:
     """Return ``[T]``, the index of the segment of each token."""
     lengths = torch.tensor([stop - start for start, stop in pairwise(offsets)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from omnitrain import torch_private
 from omnitrain.errors import UserError
+from omnitrain.ops.host_values import reading_nothing
+from omnitrain.ops.patch_forward import recomputed_call_of
+from omnitrain.transformers_private import checkpoint_block, checkpoint_of
 
 # Past its default limit of 8, torch silently runs eagerly, or fails with fullgraph=True. Models, kinds of layers,
 # lengths, forward and recomputation share code, so they need more.
@@ -83,7 +86,8 @@ def compile_blocks(
     """Compile each block of ``model``, in place; parameters and the keys of the state dict stay.
 
     All sizes are dynamic, so another length does not recompile. The entry point of attention disables compilation, so a
-    block has two graphs, before and after attention, which equal blocks share. Too many recompiles are an error of
+    block has two graphs, before and after attention, which equal blocks share. Of what is recomputed in the backward,
+    the forward inside the checkpoint is compiled, in training. Too many recompiles are an error of
     :meth:`CompiledBlocks.check`. Raises UserError: ``model`` has no blocks, or ``device`` no compiler.
     """
     blocks = dict(blocks_in(model))
@@ -92,10 +96,39 @@ def compile_blocks(
     if backend == "inductor" and (lack := compiler_missing(device)) is not None:
         raise UserError(f"train.compile: torch.compile {lack}; install it or set train.compile to false")
     keep_compilations()
-    torch_private.dynamo_config().nested_graph_breaks = True  # a graph break inside a call must not break its callers
+    compiled = cache(partial(_compiled_function, backend))
     for block in blocks.values():
-        block.compile(backend=_counting(backend), dynamic=True)
+        for module in block.modules():
+            if (call := recomputed_call_of(module)) is not None:
+                call.checkpoint = partial(_compiled_inside, call.checkpoint, compiled)
+        if (checkpoint := checkpoint_of(block)) is None:
+            block.compile(backend=_counting(backend), dynamic=True)
+            torch_private.set_compiled_call(block, partial(_compiled_call, torch_private.compiled_call(block)))
+        else:
+            checkpoint_block(block, partial(_compiled_inside, checkpoint, compiled))
     return CompiledBlocks(blocks, max_recompiles)
+
+
+def _compiled_function(backend: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile what runs inside a checkpoint; on a GPU it runs again in the thread of backwards."""
+    compiled = torch.compile(function, backend=_counting(backend), dynamic=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        keep_compilations()
+        return compiled(*args, **kwargs)
+
+    return call
+
+
+def _compiled_inside(checkpoint: Callable[..., Any], compiled: Callable[..., Any], function: Any, *args: Any) -> Any:
+    """Checkpoint ``function``, a forward, compiled: torch compiles nothing around a checkpoint."""
+    with reading_nothing():
+        return checkpoint(partial(compiled(function.func), *function.args, **function.keywords), *args)
+
+
+def _compiled_call(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with reading_nothing():
+        return call(*args, **kwargs)
 
 
 def blocks_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -117,7 +150,8 @@ def compiler_missing(device: torch.device) -> str | None:
 
 
 def keep_compilations() -> None:
-    """Raise torch's limit of compilations for this thread: on a GPU, backwards recompute blocks in another one."""
+    """Set up torch's compiler for this thread: on a GPU, backwards recompute blocks in another one."""
     config = torch_private.dynamo_config()
     if config.recompile_limit < _KEPT:
         config.recompile_limit = _KEPT
+    config.nested_graph_breaks = True  # a graph break inside a call must not break its callers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol
 
@@ -75,10 +75,35 @@ class ChunkSplits:
 
     sent: list[int]  # number of rows sent to each rank
     received: list[int]  # number of rows received from each rank
-    by_expert: Tensor  # [R] int64: sorts received rows, which come by sender, by this rank's experts
-    by_sender: Tensor  # [R] int64: the inverse
     ends: Tensor  # [E] int32: end of each expert's rows after sorting
     ranges: list[ExpertRange]  # ranges of the chunk's experts, for weight gradients
+
+
+@dataclass(eq=False)
+class ReceivedOrder:
+    """The orders of received rows, of all chunks; made when they are first needed, after rows were sent.
+
+    A block is the rows of one sender for one expert, whose index is its place in its chunk less that in its order.
+    """
+
+    sizes: list[int]  # number of rows received in each chunk
+    to_expert: tuple[Tensor, Tensor]  # of each block, in the order of experts: what its places change by, its rows
+    to_sender: tuple[Tensor, Tensor]  # the same in the order of arrival
+
+    @cached_property
+    def by_expert(self) -> tuple[Tensor, ...]:
+        """``[R]`` int64 of each chunk: sorts received rows, which come by sender, by this rank's experts."""
+        return self._places(*self.to_expert)
+
+    @cached_property
+    def by_sender(self) -> tuple[Tensor, ...]:
+        """The inverse."""
+        return self._places(*self.to_sender)
+
+    def _places(self, change: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        total = sum(self.sizes)
+        places = torch.arange(total, device=rows.device) + change.repeat_interleave(rows, output_size=total)
+        return places.split(self.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +112,7 @@ class DispatchPlan:
 
     routes: permute.TokenPermutation
     chunks: tuple[ChunkSplits, ...]
+    received: ReceivedOrder
 
     def rows_to_others(self, rank: int) -> int:
         """Return the number of rows that ``rank`` sends to other ranks in a forward: tokens and results."""
@@ -112,7 +138,7 @@ class RankDispatcher:
         to_send = routes.counts[order.position].view(self.link.size, -1)
         with spans.waiting("counts"):
             to_receive = self.link.exchange_counts(to_send)
-        return DispatchPlan(routes, _chunk_splits(to_send, to_receive, order))
+        return _planned(routes, to_send, to_receive, order)
 
     def dispatch(self, tokens: Tensor, weights: Tensor, plan: DispatchPlan, spans: LayerSpans) -> ChunkedDispatch:
         """See :class:`omnitrain.ops.experts.Dispatcher`."""
@@ -149,34 +175,36 @@ class _Order:
         return cls(sizes, ranges, range_offsets.to(device), offsets, experts, experts.argsort(), chunk_start)
 
 
-def _chunk_splits(to_send: Tensor, to_receive: Tensor, order: _Order) -> tuple[ChunkSplits, ...]:
-    """The splits of all chunks, from row counts ``[ranks, experts of a rank]`` to send and to receive."""
+def _planned(routes: permute.TokenPermutation, to_send: Tensor, to_receive: Tensor, order: _Order) -> DispatchPlan:
+    """The plan, from row counts ``[ranks, experts of a rank]`` to send and to receive.
+
+    All that needs no size is queued before the host reads, so that the device has work while the host waits for it, and
+    the exchange of rows can start right after.
+    """
     up_to = F.pad(torch.stack([to_send, to_receive]).cumsum(-1), (1, 0))[..., order.offsets]
     rows_before = F.pad(to_receive.sum(0).cumsum(0), (1, 0))
     of_ranks, of_ranges = up_to.diff(dim=-1).transpose(1, 2), rows_before[order.range_offsets]
-    counts = iter(torch.cat([of_ranks.flatten(), of_ranges]).tolist())  # the only synchronization with the device
+    read = torch.cat([of_ranks.flatten(), of_ranges])
+    # A block is the rows of one sender for one expert. Blocks arrive by chunk, sender, expert; sort by expert, sender.
+    of_block, sorted_blocks = to_receive.flatten().long(), to_receive.t().flatten()
+    arrives_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
+    sorted_at = _starts(sorted_blocks.long()).view(to_receive.size(1), -1)
+    chunk_at = sorted_at[order.chunk_start, 0]  # [experts of a rank]
+    shift = arrives_at.view_as(to_receive).t() - sorted_at
+    to_expert = (shift - chunk_at[:, None]).flatten(), sorted_blocks
+    to_sender = (-shift - chunk_at[:, None]).t().flatten()[order.experts], of_block[order.experts]
+    ends = (rows_before[1:] - chunk_at).to(torch.int32)
+
+    counts = iter(read.tolist())  # the only synchronization with the device
     sent, received = ([list(islice(counts, len(to_receive))) for _ in order.sizes] for _ in range(2))
     ranges = []
     for offsets in order.ranges:
         rows = list(islice(counts, len(offsets)))
         of_chunk = zip(pairwise(offsets), pairwise(rows), strict=True)
         ranges.append([ExpertRange(*experts, first - rows[0], end - rows[0]) for experts, (first, end) in of_chunk])
-    # A block is the rows of one sender for one expert. Blocks arrive by chunk, sender, expert; sort by expert, sender.
-    of_block = to_receive.flatten().long()
-    arrives_at = torch.empty_like(of_block).scatter_(0, order.experts, _starts(of_block[order.experts]))
-    sorted_at = _starts(to_receive.t().flatten().long()).view(to_receive.size(1), -1)
-    chunk_at = sorted_at[order.chunk_start, 0]  # [experts of a rank]
-    total = sum(map(sum, received))
-    row = torch.arange(total, device=to_receive.device)
-    shift = arrives_at.view_as(to_receive).t() - sorted_at
-    to_expert = (shift - chunk_at[:, None]).flatten()
-    by_expert = row + to_expert.repeat_interleave(to_receive.t().flatten(), output_size=total)
-    to_sender = (-shift - chunk_at[:, None]).t().flatten()[order.experts]
-    by_sender = row + to_sender.repeat_interleave(of_block[order.experts], output_size=total)
-    ends = (rows_before[1:] - chunk_at).to(torch.int32)
-    sizes = [sum(rows) for rows in received]
-    split = by_expert.split(sizes), by_sender.split(sizes), ends.split(order.sizes)
-    return tuple(ChunkSplits(*splits) for splits in zip(sent, received, *split, ranges, strict=True))
+    splits = zip(sent, received, ends.split(order.sizes), ranges, strict=True)
+    places = ReceivedOrder([sum(rows) for rows in received], to_expert, to_sender)
+    return DispatchPlan(routes, tuple(ChunkSplits(*each) for each in splits), places)
 
 
 def _starts(lengths: Tensor) -> Tensor:
@@ -204,26 +232,27 @@ class ChunkedDispatch:
         self._results: list[Tensor] = []
 
     def wait_chunk(self, chunk: int) -> tuple[Tensor, Tensor]:  # noqa: D102
-        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+        order, in_flight = self._plan.received, self._in_flight
 
         def sorted_by_expert(_: Tensor) -> Tensor:
-            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+            by_expert = order.by_expert[chunk]  # queued before the device waits for rows
+            return in_flight.wait(chunk).index_select(0, by_expert)
 
         def return_gradients(gradient: Tensor) -> Tensor:
-            in_flight.to_tokens(chunk, gradient.index_select(0, splits.by_sender), backward=True)
+            in_flight.to_tokens(chunk, gradient.index_select(0, order.by_sender[chunk]), backward=True)
             return _placeholder(len(gradient), gradient)
 
-        return with_backward(sorted_by_expert, return_gradients, self._rows[chunk]), splits.ends
+        return with_backward(sorted_by_expert, return_gradients, self._rows[chunk]), self._plan.chunks[chunk].ends
 
     def return_chunk(self, chunk: int, results: Tensor) -> None:  # noqa: D102
-        splits, in_flight = self._plan.chunks[chunk], self._in_flight
+        splits, order, in_flight = self._plan.chunks[chunk], self._plan.received, self._in_flight
 
         def start(results: Tensor) -> Tensor:
-            in_flight.to_tokens(chunk, results.index_select(0, splits.by_sender))
+            in_flight.to_tokens(chunk, results.index_select(0, order.by_sender[chunk]))
             return _placeholder(sum(splits.sent), results)
 
         def wait_for_gradients(_: Tensor) -> Tensor:
-            return in_flight.wait(chunk).index_select(0, splits.by_expert)
+            return in_flight.wait(chunk).index_select(0, order.by_expert[chunk])
 
         self._results.append(with_backward(start, wait_for_gradients, results))
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint
 from omnitrain.ops.experts.install import set_experts
 from omnitrain.ops.experts.routers import find_router
 from omnitrain.ops.experts.weights import experts_in, is_experts
+from omnitrain.ops.patch_forward import recompute_call
 from omnitrain.ops.recompute import Contexts, recompute_contexts
 from omnitrain.parallel.memory.offload import ActivationOffload, around_calls
 from omnitrain.parallel.tensor.sequence_parallel import dividing, tokens_divided
@@ -74,13 +75,11 @@ def recompute_blocks(
 def recompute_modules(modules: Iterable[nn.Module]) -> None:
     """Save only the inputs of each call of these modules in training, and recompute the rest in the backward."""
 
-    def call(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (module.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return _checkpoint(partial(forward, **kwargs), args, partial(_contexts, None, True))
+    def checkpointed(function: Any, *args: Any) -> Any:
+        return _checkpoint(function, args, partial(_contexts, None, True))
 
     for module in modules:
-        module.forward = partial(call, module, module.forward)
+        recompute_call(module, checkpointed)
 
 
 def find_op(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -34,8 +34,9 @@ from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, connect, re
 from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.peers import GlooGroup, Peers, gloo_group_of
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import generate, one_f_one_b
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import validate
@@ -132,10 +133,6 @@ class Pipeline:
     def __str__(self) -> str:
         return f"pp {max(self.stages.ranks) + 1}"
 
-    def schedule_of(self, num_micro_batches: int) -> Schedule:
-        """Return the schedule of a step; see :func:`complete_schedule`."""
-        return complete_schedule(self.schedule, max(self.stages.ranks) + 1, num_micro_batches)
-
     def held_by_several(self, model: OmniModel) -> dict[str, nn.Parameter]:
         """The parameters that several stages hold."""
         return {name: parameter for name, parameter in model.named_parameters() if len(self.held_by[name]) > 1}
@@ -182,30 +179,23 @@ def cut_into_stages(
     return Pipeline(stages, schedule, group, column, channel, held_by, shared)
 
 
-def schedule_of_plan(
-    plan: ComponentPlan, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
-) -> Schedule:
+def schedule_of_plan(plan: ComponentPlan, num_micro_batches: int, placements: Iterable[Placement] = ()) -> Schedule:
     """Return the schedule of the foundation's pipeline, or of gradient accumulation, or raise ScheduleError.
 
-    ``encoders``: components of ``main`` that are encoded outside of the forwards.
+    That of a pipeline has all sends, receives and gathers, and was validated.
+    ``placements``: those with an edge ``exchange`` are encoded by actions of all pipeline ranks.
     """
+    encoders = tuple(placement for placement in placements if placement.edge == "exchange")
     num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
     if num_ranks > 1 or settings.overlap:
-        return complete_schedule(settings, num_ranks, num_micro_batches, encoders)
-    return with_encoders(one_f_one_b(1, num_micro_batches, extra_warm_up=settings.extra_forwards), encoders)
+        return _lowered(_sizes(settings, num_ranks, num_micro_batches), encoders)
+    return with_encoders(passes_of(settings, 1, num_micro_batches), encoders)
 
 
-def complete_schedule(
-    settings: PipelineSchedule, num_ranks: int, num_micro_batches: int, encoders: tuple[EncoderWindows, ...] = ()
-) -> Schedule:
-    """Return a schedule with all sends, receives and gathers, after it was validated; see :func:`schedule_of_plan`."""
-    return _lowered(_sizes(settings, num_ranks, num_micro_batches), encoders)
-
-
-def passes_of(settings: PipelineSchedule | None, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return only the forwards and backwards of a step; ``settings`` None: there is no pipeline."""
-    if settings is None or (num_ranks == 1 and not settings.overlap):
-        return one_f_one_b(1, num_micro_batches, extra_warm_up=0 if settings is None else settings.extra_forwards)
+def passes_of(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return only the forwards and backwards of a step; see :func:`schedule_of_plan`."""
+    if num_ranks == 1 and not settings.overlap:
+        return one_f_one_b(1, num_micro_batches, extra_warm_up=settings.extra_forwards)
     return _generated(_sizes(settings, num_ranks, num_micro_batches))
 
 
@@ -233,7 +223,7 @@ def _generated(sizes: _Sizes) -> Schedule:
 
 
 @lru_cache(maxsize=32)
-def _lowered(sizes: _Sizes, encoders: tuple[EncoderWindows, ...]) -> Schedule:
+def _lowered(sizes: _Sizes, encoders: tuple[Placement, ...]) -> Schedule:
     schedule = lower(with_encoders(_generated(sizes), encoders))
     validate(schedule)
     return schedule

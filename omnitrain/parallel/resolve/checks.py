@@ -51,6 +51,9 @@ def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelStat
         if foundation.schedule is not None and (schedule != own or own == PipelineSchedule()):
             what = "found with pp 1, where all but `overlap` and `extra_forwards` does nothing"
             yield f"{path}.schedule: {what}; set pp above 1, or remove it"
+        elif schedule.extra_forwards and not any(plan.section_of(name) != MAIN for name in model.decoder_names):
+            what = f"found {schedule.extra_forwards} with pp 1, where it makes room for losses of decoders in sections"
+            yield f"{path}.schedule.extra_forwards: {what}, but there are none; remove it"
         return
     found = f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {ranks}"
     if problem := model.stage_contract.problem:

@@ -28,8 +28,9 @@ def _offload(request: Request, mode: str | None, *, is_compiled: bool) -> list[O
     memory, explicit = request.merged.memory, request.explicit.memory
     is_explicit = explicit.offloads("activations")
     activations = memory.offloads("activations") and _has_blocks(request, "memory.offload", is_explicit)
-    if activations and is_compiled:
-        request.problem("compile", "compiled blocks cannot offload activations yet; remove one of the two")
+    if activations and is_compiled and not memory.recomputes_blocks:
+        why = "compiled blocks cannot offload activations without recompute yet; add `memory.recompute: full`"
+        request.problem("compile", f"{why}, or remove one of the two")
     if (tensors := explicit.offloaded_tensors) and not request.expert_layers:
         request.problem("memory.offload", f"found {', '.join(tensors)}, but the component has no experts; remove it")
     if request.planned.memory.offloads("parameters") and mode == "replicate":
@@ -47,12 +48,10 @@ def _offload(request: Request, mode: str | None, *, is_compiled: bool) -> list[O
 def _recompute(request: Request) -> str | Recompute:
     merged, flag = request.merged, "enable_gradient_checkpointing is True"
     mode = merged.memory.mode
-    if request.flags.recompute and request.planned.memory.recompute is None:
-        if merged.compile and request.is_foundation:
-            request.problem("compile", f"found true, but {flag}; set only one of the two")
-        if merged.memory.offloaded_tensors and request.expert_layers:
-            text = f"set, but {flag}, which recomputes these tensors; use `memory.recompute: parts`"
-            request.problem("memory.offload", text)
+    is_asked = request.flags.recompute and request.planned.memory.recompute is None
+    if is_asked and merged.memory.offloaded_tensors and request.expert_layers:
+        text = f"set, but {flag}, which recomputes these tensors; use `memory.recompute: parts`"
+        request.problem("memory.offload", text)
     if mode == "none" or not _has_blocks(request, "memory.recompute", request.explicit.memory.recompute is not None):
         return "none"
     if mode == "selective":

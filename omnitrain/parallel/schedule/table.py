@@ -9,7 +9,6 @@ from omnitrain.parallel.layout import ModelLayout, layout_of
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
-from omnitrain.plan.schedule.encoders import encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
 
@@ -27,8 +26,7 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
     if not number:
         return Schedule(((),), (0,), 0)
     foundation = ComponentPlan() if layout is None else layout.components[FOUNDATION].plan
-    placements = [] if layout is None else [plan.topology.component(name) for name in layout.components]
-    schedule = schedule_of_plan(foundation, number, encoder_windows(placements, number))
+    schedule = schedule_of_plan(foundation, number, plan.topology.components)
     if layout is None or not layout.sections:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)
@@ -52,12 +50,12 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: St
         is_encoded=any(edge.has_kept(plan) for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
         reads={c.name: c.reads for c in plan.topology.components if c.reads and c.name in in_order},
-        heads={name: micro_batches_of_head(plan, name) for name in plan.topology.heads_apart if name in in_order},
+        heads={name: _micro_batches_of_head(plan, name) for name in plan.topology.heads_apart if name in in_order},
     )
 
 
-def micro_batches_of_head(plan: StepPlan, decoder: str) -> list[int]:
-    """Return the micro-batches in which a decoder has targets."""
+def _micro_batches_of_head(plan: StepPlan, decoder: str) -> list[int]:
+    """The micro-batches in which a decoder has targets."""
     return [k for k in range(plan.num_micro_batches) if decoder in plan.calls_and_heads(k)[1]]
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
 
 from omnitrain.plan.placement import Placement
 from omnitrain.plan.schedule.actions import FOUNDATION, Action, Kind, Schedule
@@ -15,21 +14,7 @@ _SECONDS = {Kind.F: 1, Kind.I: 1, Kind.W: 1}
 _FORWARDS, _BACKWARDS = {Kind.F, Kind.ENCODE, Kind.HEAD}, {Kind.B, Kind.ENCODE_B}
 
 
-class EncoderWindows(NamedTuple):
-    """A component that all pipeline ranks encode, window by window."""
-
-    component: str
-    size: int  # number of micro-batches in a window
-    is_trained: bool  # whether it has a backward
-
-
-def encoder_windows(placements: Iterable[Placement], num_micro_batches: int) -> tuple[EncoderWindows, ...]:
-    """Return the windows of a step, for each of the components that actions of all pipeline ranks encode."""
-    encoded = [placement for placement in placements if placement.edge == "exchange"]
-    return tuple(EncoderWindows(p.name, p.window or num_micro_batches, p.is_trained) for p in encoded)
-
-
-def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Schedule:
+def with_encoders(schedule: Schedule, encoders: Sequence[Placement]) -> Schedule:
     """Return a schedule with ``ENCODE``, ``EXCHANGE`` and ``ENCODE_B`` for each window of each component.
 
     These are collectives over all pipeline ranks. A window is encoded when the first stage needs the features of its
@@ -41,7 +26,7 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
     if not encoders or not schedule.num_micro_batches:
         return schedule
     events = simulate(schedule, _SECONDS).events
-    timed = sorted(_timed(encoders, events[schedule.stage_ranks[0]]))
+    timed = sorted(_timed(encoders, schedule.num_micro_batches, events[schedule.stage_ranks[0]]))
     rows = []
     for row, of_rank in zip(schedule.actions, events, strict=True):
         starts = [event.start for event in of_rank]
@@ -53,14 +38,14 @@ def with_encoders(schedule: Schedule, encoders: Sequence[EncoderWindows]) -> Sch
 
 
 def _timed(
-    encoders: Sequence[EncoderWindows], of_first_stage: Sequence[Event]
+    encoders: Sequence[Placement], num_micro_batches: int, of_first_stage: Sequence[Event]
 ) -> Iterator[tuple[tuple[float, ...], Action]]:
     """Yield each action of an encoder after what decides its place: first the seconds before which it must come."""
     actions = [event.action for event in of_first_stage]
     for order, encoder in enumerate(encoders):
-        first, last = uses_of_windows(actions, encoder.size)
+        first, last = uses_of_windows(actions, encoder.window or num_micro_batches)
         for window, index in first.items():
-            encode = Action(Kind.ENCODE, micro_batch=window, component=encoder.component)
+            encode = Action(Kind.ENCODE, micro_batch=window, component=encoder.name)
             yield (of_first_stage[index].start, 1, order, 0), encode
             yield (of_first_stage[index].start, 1, order, 1), encode._replace(kind=Kind.EXCHANGE)
             if encoder.is_trained:

@@ -33,18 +33,24 @@ def lower_bound(wave: Wavefront) -> float:
 def _whole_lanes(wave: Wavefront, lanes: Lanes) -> list[float]:
     """The work of each lane, or of the rounds of coupled lanes, and the losses that no other work of it can hide.
 
-    A lane that runs one further forward hides the loss of a sample behind a backward and a forward of two others. So
-    no order hides more than if the longest loss were beside the longest work, the next one beside the next, and so on.
+    Without further forwards, a lane waits for the slowest sink of each sample. With one, it runs a backward and a
+    forward of two others while a sink computes the loss of a sample: the j longest losses of a sink, which come one
+    after the other, hide behind no more than the j longest works.
     """
-    of_lanes = [_descending(wave.work, lane) for lane in lanes], [_descending(wave.exposed, lane) for lane in lanes]
+    works = [_descending(wave.work, lane) for lane in lanes]
+    exposed = [_descending(wave.exposed, lane) for lane in lanes]
     if wave.coupled:  # the j-th longest round is at least as long as the j-th longest sample of any lane
-        of_rounds = [[*map(max, zip(*seconds, strict=True))] for seconds in of_lanes]
-        of_lanes = [of_rounds[0]] * len(lanes), [of_rounds[1]] * len(lanes)
-    hidden = wave.extra_forwards if wave.extra_forwards < 2 else wave.num_samples
-    return [
-        sum(work) + sum(max(0.0, e - hidden * w) for w, e in zip(work, exposed, strict=True))
-        for work, exposed in zip(*of_lanes, strict=True)
-    ]
+        works, exposed = ([[*map(max, zip(*seconds, strict=True))]] * len(lanes) for seconds in (works, exposed))
+    if not wave.extra_forwards:
+        return [sum(map(sum, both)) for both in zip(works, exposed, strict=True)]
+    hidden = 1 if wave.extra_forwards == 1 else wave.num_samples
+    whole = [*map(sum, works)]
+    for sink in wave.sinks:
+        for lane in sink.lanes:
+            losses = zip(_descending(sink.seconds, lanes[lane]), works[lane], strict=True)
+            waits = max(accumulate((loss - hidden * work for loss, work in losses), initial=0.0))
+            whole[lane] = max(whole[lane], sum(works[lane]) + waits)
+    return whole
 
 
 def _descending(seconds: Sequence[float], samples: Sequence[int]) -> list[float]:

@@ -20,7 +20,6 @@ from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import MessageCost, Timeline, simulate
 from omnitrain.plan.step import Rates, StepPlan, plan_step
@@ -312,7 +311,7 @@ class StepEstimate:
     def _simulated(self) -> tuple[Schedule, Timeline]:
         plan, number = self._layout.plan, self._step.num_micro_batches
         placements = [self._layout.topology.component(name) for name in self._encodings]
-        schedule = schedule_of_plan(self._plan, number, encoder_windows(placements, number))
+        schedule = schedule_of_plan(self._plan, number, placements)
         if plan.sections:
             decoders = self._layout.topology.heads_apart
             windows = [full_windows(plan, self._layout.plans, name, number, decoders) for name in plan.sections]

@@ -13,6 +13,7 @@ import torch
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.attention.spec import forget_specs
 from omnitrain.ops.experts.routing_replay import evenly_routed
 from omnitrain.ops.experts.weights import experts_in
 from omnitrain.ops.rank_meter import Mark, RankMeter
@@ -112,6 +113,7 @@ def run_rank(
     A real rank runs another step before it; in a fake world the optimizer gets gradients without content in its place.
     All experts get equally many tokens. ``mode``: of a fake world.
     """
+    forget_specs()  # or a run would not count the tables of masks that a run before it has made
     with mode or nullcontext(), RankMeter() as meter:
         layout = layout_of(model)
         optimizer = optimizer_of(model, settings, layout)

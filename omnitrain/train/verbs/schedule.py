@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -18,10 +18,9 @@ from omnitrain.parallel.placement import place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
-from omnitrain.plan.placement import Topology
+from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
 from omnitrain.plan.schedule.draw import as_json, gantt, graph, grid, row_names
-from omnitrain.plan.schedule.encoders import EncoderWindows, encoder_windows
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import Timeline, simulate
 from omnitrain.plan.schedule.validate import validate
@@ -125,9 +124,9 @@ class _Planned:
         stages = stages_of(self.model, self.settings, self.state)
         return _stage_rows(self.model, stages, self.topology.names("exchange"), self.topology.names("message"))
 
-    def main(self, encoders: tuple[EncoderWindows, ...] = ()) -> Schedule:
+    def main(self, placements: Iterable[Placement] = ()) -> Schedule:
         """The schedule of the ranks that read packs."""
-        return schedule_of_plan(self.plans[FOUNDATION], self.number, encoders)
+        return schedule_of_plan(self.plans[FOUNDATION], self.number, placements)
 
 
 def show_schedule(
@@ -165,7 +164,7 @@ def show_schedule(
     timeline = simulate(schedule, times)
     equal = simulate(main, _durations([1 / len(shares)] * len(shares), forward, backward))
     _show_plan(planned, schedule, rows)
-    whole = planned.main(encoder_windows(planned.topology.components, planned.number))
+    whole = planned.main(planned.topology.components)
     console.print("Graph of a step, with the actions of micro-batch 0")
     console.print(
         graph(planned.topology, with_sections(whole, windows, times, times.encoding)), soft_wrap=True, markup=False

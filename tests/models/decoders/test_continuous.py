@@ -21,6 +21,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.clips import Clip
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import Token, to_tensors
+from omnitrain.models.decoders.flow import waves
 from omnitrain.models.omni.build import build_omni_model, require_trained_scales
 from omnitrain.models.omni.generate import Answer, generate
 from omnitrain.models.omni.model import OmniModel
@@ -287,13 +288,46 @@ def test_noise_has_one_time_for_an_image_and_images_of_prompts_have_none() -> No
     decoder = build("in context").image_decoder
     features, num_tokens = decoder.adapter().prepare("image", Image.new("RGB", (8, 8), "red"))
     clean = to_tensors(features)
-    embeds, velocity = decoder.lm_encode(clean, (num_tokens,))
+    embeds, _ = decoder.lm_encode(clean, (num_tokens,))
     latents, ones = decoder.codec.encode(clean), torch.ones(num_tokens, 1)
-    torch.testing.assert_close(embeds, decoder._embedded(latents, ones))
+    torch.testing.assert_close(embeds, decoder._embedded(latents[None], ones[None])[0])
+    bare, known = embeds - decoder.embedding(latents) - decoder.time(waves(ones)), decoder.places.weight
+    torch.testing.assert_close(bare[2], known[0] + known[1 + 1] + known[3 + 0])  # the only frame, row 1, column 0
     seeds = torch.arange(5, 5 + num_tokens)
-    noised, velocity = decoder.lm_encode(clean | {SEEDS: seeds}, (num_tokens,))
-    time = uniforms(seeds[:1], 1, stream=1).float() * ones
-    torch.testing.assert_close(noised, decoder._embedded(latents - (1 - time) * velocity, time))
+    noised, labels = decoder.lm_encode(clean | {SEEDS: seeds}, (num_tokens,))
+    time = torch.sigmoid(0.8 * normals(seeds[:1], 1, stream=1) - 0.8) * ones
+    noise = normals(seeds, 48)
+    by_hand = decoder._embedded((time * latents + (1 - time) * noise)[None], time[None])[0]
+    torch.testing.assert_close(noised, by_hand)
+    torch.testing.assert_close(labels, torch.cat([latents, 1 - time], dim=1))
+    hidden = torch.randn(num_tokens, 32)
+    velocity = (decoder.head(hidden) - time * latents - (1 - time) * noise) / (1 - time)
+    expected = (velocity - (latents - noise)).square().mean(dim=1)
+    torch.testing.assert_close(decoder.lm_head(hidden, labels).rows, expected)
+
+
+def test_denoising_in_context_follows_the_guided_velocities_by_hand() -> None:
+    decoder = build("in context").image_decoder
+    steps = decoder.config.num_steps
+    states = torch.randn(steps, 4, 4, 32)  # of two sequences with the condition, then without
+    expected = noise = torch.randn(2, 4 * 48)
+
+    class ByHand:
+        state = None
+
+        def guided(self, values: torch.Tensor) -> torch.Tensor:
+            return values[2:] + 3.0 * (values[:2] - values[2:])
+
+        def noise(self, width: int) -> torch.Tensor:
+            return noise
+
+    draw, expected = ByHand(), expected.unflatten(1, (4, 48))
+    decoder.lm_embed(torch.empty(4, 1, 32), draw)
+    for step in range(steps):
+        _, found = decoder.lm_embed(states[step], draw)
+        c, u = ((decoder.head(of) - expected) / (1 - step / steps) for of in states[step].split(2))
+        expected = expected + (u + 3.0 * (c - u)) / steps
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_foundation_with_windows_trains_and_writes_blocks_as_each_sample_alone() -> None:

@@ -11,8 +11,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import packed
-from omnitrain.ops.compile.blocks import CompiledBlocks, compile_blocks
+from omnitrain.ops.compile.blocks import CompiledBlocks, blocks_in, compile_blocks
 from omnitrain.ops.fused.install import fuse_ops
+from omnitrain.parallel.memory.offload import ActivationOffload
+from omnitrain.parallel.memory.recompute import (
+    SAVED_OPS,
+    attention_modules,
+    recompute_blocks,
+    recompute_modules,
+)
 
 MAX_TOKENS = 12
 CPU = torch.device("cpu")
@@ -27,8 +34,14 @@ def forgets_what_was_compiled():
 
 def packed_model(**values: Any) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, num_hidden_layers=2, head_dim=16, **sizes, **values))
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    sizes |= {"num_hidden_layers": 2, "head_dim": 16} | values
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **sizes))
     use_omnitrain_attention(model)
     return model
 
@@ -143,3 +156,31 @@ def test_what_a_gpu_needs_is_asked_of_a_model_whose_parameters_are_on_the_host(m
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: False)
     with pytest.raises(UserError, match="needs triton"):
         compile_blocks(packed_model(), torch.device("cuda"))
+
+
+def recompute(model: nn.Module, how: str) -> None:
+    """As a plan's ``memory.recompute``, or with ``memory.offload: [activations]``."""
+    blocks = [block for _, block in blocks_in(model)]
+    if how == "parts":
+        recompute_modules(module for block in blocks for module in attention_modules(block))
+    else:
+        around = ActivationOffload(CPU).saving if how == "offload" else None
+        recompute_blocks(blocks, SAVED_OPS if how == "selective" else None, around)
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "parts", "offload"])
+def test_what_is_recomputed_is_compiled_and_computes_as_eager(how: str) -> None:
+    model = packed_model(num_hidden_layers=4).train()
+    plain = copy.deepcopy(model)
+    recompute(model, how)
+    compiled = compile_blocks(model, CPU, backend="eager")
+    for lengths in ([3, 4], [9], [1, 7, 2], [5, 5, 6]):
+        arguments = pack(lengths)
+        for ours, theirs in zip(step(model, arguments), step(plain, arguments), strict=True):
+            assert (ours - theirs).norm() <= 1e-6 * theirs.norm()
+    assert 2 <= sum(compiled.compilations.values()) <= 6  # the same for any number of layers and any lengths
+    compiled.check()
+    before = compiled.compilations
+    with compiled.paused(), torch.no_grad():  # as evaluation and generation
+        assert torch.equal(run(model.eval(), arguments), run(plain.eval(), arguments))
+    assert compiled.compilations == before

@@ -7,10 +7,11 @@ import pytest
 
 from omnitrain.errors import ScheduleError
 from omnitrain.parallel.pipeline import apply
-from omnitrain.parallel.pipeline.apply import complete_schedule
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan.schedule.actions import Kind, Schedule
 from omnitrain.plan.schedule.generators import KINDS
 from omnitrain.plan.schedule.lower import lower
+from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
@@ -25,7 +26,7 @@ def _nothing_cached() -> Iterator[None]:
 def test_a_schedule_without_any_one_of_its_actions_is_refused_before_it_runs(
     settings: PipelineSchedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = complete_schedule(settings, 2, 2)
+    whole = schedule_of_plan(ComponentPlan(pp=2, schedule=settings), 2)
     for rank, row in enumerate(whole.actions):
         for index, action in enumerate(row):
             rows = [list(actions) for actions in whole.actions]
@@ -33,7 +34,7 @@ def test_a_schedule_without_any_one_of_its_actions_is_refused_before_it_runs(
             monkeypatch.setattr(apply, "lower", lambda _, rows=rows: whole.with_actions(rows))
             apply._lowered.cache_clear()
             with pytest.raises(ScheduleError) as caught:
-                complete_schedule(settings, 2, 2)
+                schedule_of_plan(ComponentPlan(pp=2, schedule=settings), 2)
             assert str(action) in str(caught.value), (action, str(caught.value))
 
 
@@ -47,7 +48,7 @@ def test_a_schedule_is_made_and_validated_once_for_each_number_of_micro_batches(
         return lower(schedule)
 
     monkeypatch.setattr(apply, "lower", counted)
-    schedules = [complete_schedule(PipelineSchedule(), 2, m) for m in (3, 4, 3, 4, 3)]
+    schedules = [schedule_of_plan(ComponentPlan(pp=2), m) for m in (3, 4, 3, 4, 3)]
     assert made == [3, 4] and schedules[0] is schedules[2]
     assert any(action.kind is Kind.RECV_F for action in schedules[0].actions[1])
 
@@ -56,7 +57,8 @@ def test_a_schedule_is_made_and_validated_once_for_each_number_of_micro_batches(
 def test_a_rank_reduces_its_first_stage_last(kind: str) -> None:
     """So this stage may own the units that several stages of the rank read."""
     for ranks, chunks, number in product((2, 4), (2, 3) if kind == "interleaved" else (None,), (4, 8, 9)):
-        schedule = complete_schedule(PipelineSchedule(kind=kind, chunks=chunks), ranks, number)
+        plan = ComponentPlan(pp=ranks, schedule=PipelineSchedule(kind=kind, chunks=chunks))
+        schedule = schedule_of_plan(plan, number)
         for rank, row in enumerate(schedule.actions):
             reduced = [action.stage for action in row if action.kind is Kind.REDUCE]
             assert reduced[-1] == schedule.stages_of(rank)[0]

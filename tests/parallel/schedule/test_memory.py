@@ -17,6 +17,7 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
+from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
@@ -49,7 +50,7 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
         parallel_plan=ParallelPlan(components={"foundation": ComponentPlan(schedule=schedule)}),
         enable_mixed_precision=False,
     )
-    pipeline, planner = layout_of(model).pipeline, step_planner(model)
+    layout, planner = layout_of(model), step_planner(model)
     saved: list[int] = []
 
     @contextmanager
@@ -70,7 +71,8 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
         saved.append(sum(storages.values()))
 
     def actions_of(number: int) -> list[Action]:
-        return [action for action in pipeline.schedule_of(number).actions[pipeline.stages.rank] if action.passes]
+        row = schedule_of_plan(layout.components["foundation"].plan, number).actions[layout.pipeline.stages.rank]
+        return [action for action in row if action.passes]
 
     accumulate_gradients(model, planner(packs(few)), forward_context=counted)
     forwards = [action.stage for action in actions_of(few) if action.kind is Kind.F]

@@ -16,6 +16,7 @@ from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.pipeline.apply import whole_over_stages
 from omnitrain.parallel.schedule import executor
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.table import schedule_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
@@ -118,7 +119,7 @@ def peaks_and_parameters(number: int) -> tuple[int, int, set[str], set[str]]:
     here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
     assert here.isdisjoint(pipeline.absent)
     with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return peak, pipeline.schedule_of(number).peak_live()[pipeline.stages.rank], here, with_gradient
+    return peak, schedule_of(model, batch.plan).peak_live()[pipeline.stages.rank], here, with_gradient
 
 
 def test_a_rank_keeps_the_activations_of_its_schedule_and_the_parameters_of_its_stages(ranks: RankPool) -> None:

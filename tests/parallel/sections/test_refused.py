@@ -186,6 +186,11 @@ BOTH = {"media": {"components": ["image_encoder", "audio_encoder"], "ranks": 2}}
             3,
             r"encode_twice: found true, but the section trains no",
         ),
+        (
+            plan(VISION, {"foundation": {"schedule": {"extra_forwards": 1}}}),
+            3,
+            r"foundation.schedule.extra_forwards: found 1 with pp 1, .* decoders in sections, but there are none",
+        ),
     ],
 )
 def test_a_section_that_cannot_work_is_refused_with_what_would(

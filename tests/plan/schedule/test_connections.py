@@ -12,8 +12,9 @@ import pytest
 from omnitrain.errors import ScheduleError
 from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.resolve.sections import full_windows
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import KINDS, generate, interleaved, one_f_one_b
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.sections import with_sections
@@ -36,7 +37,7 @@ def lowered(kind: str, p: int, v: int | None, m: int, *, overlap: bool, windows:
         passes = generate(kind, p, m, num_chunks=v, overlap=overlap)
     except ScheduleError:
         return None
-    return lower(with_encoders(passes, [EncoderWindows("vision", windows, is_trained=True)] if windows else []))
+    return lower(with_encoders(passes, [Placement("vision", (), window=windows)] if windows else []))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +123,11 @@ def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
     plans = {name: plan.of(name) for name in (FOUNDATION, *plan.components, *apart)}
     pp = plans[FOUNDATION].pp or 1
     encoders = tuple(
-        EncoderWindows(
-            name, own.encode.window if isinstance(own.encode.window, int) else m if own.encode.window else 1, True
+        Placement(
+            name,
+            (),
+            window=own.encode.window if isinstance(own.encode.window, int) else m if own.encode.window else 1,
+            edge="exchange",
         )
         for name, own in plans.items()
         if name not in (FOUNDATION, *apart) and (own.encode.window or (pp > 1 and own.place == "world"))

@@ -6,8 +6,9 @@ from collections import Counter
 
 import pytest
 
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import Kind, without_backwards
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.simulate import simulate
@@ -17,7 +18,7 @@ KINDS = [("gpipe", 1, False), ("1f1b", 1, False), ("1f1b", 1, True), ("interleav
 
 @pytest.mark.parametrize(("kind", "chunks", "overlap"), KINDS)
 def test_every_kind_of_schedule_runs_its_forwards_alone(kind: str, chunks: int, overlap: bool) -> None:
-    encoders = (EncoderWindows("vision", 2, is_trained=True),)
+    encoders = (Placement("vision", (), window=2),)
     schedule = lower(with_encoders(generate(kind, 4, 8, num_chunks=chunks, overlap=overlap), encoders))
     forwards = without_backwards(schedule)
     kinds = Counter(action.kind for row in forwards.actions for action in row)
@@ -28,7 +29,7 @@ def test_every_kind_of_schedule_runs_its_forwards_alone(kind: str, chunks: int, 
 
 
 def test_for_features_alone_only_the_first_stage_reads() -> None:
-    encoders = (EncoderWindows("vision", 2, is_trained=True),)
+    encoders = (Placement("vision", (), window=2),)
     schedule = lower(with_encoders(generate("1f1b", 4, 8), encoders))
     rows = without_backwards(schedule, encodes_only=True).actions
     assert [[str(a) for a in row if a.kind is Kind.F] for row in rows] == [[f"0F{i}" for i in range(8)], [], [], []]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from omnitrain.errors import ScheduleError
+from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import EncoderWindows, with_encoders
+from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import generate, gpipe, interleaved, one_f_one_b, zbv
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.validate import problems_in, validate
@@ -165,7 +166,7 @@ def test_an_interleaved_schedule_without_its_warm_up_is_a_deadlock() -> None:
 
 
 def test_collectives_of_all_pipeline_ranks_come_in_one_order() -> None:
-    schedule = lower(with_encoders(one_f_one_b(2, 2), [EncoderWindows("vision", 1, is_trained=True)]))
+    schedule = lower(with_encoders(one_f_one_b(2, 2), [Placement("vision", (), window=1)]))
     update = Action.parse("OPTIMIZER")
     good = schedule.with_actions((*row, update) for row in schedule.actions)
     assert problems_in(good) == ()
@@ -187,7 +188,7 @@ def test_collectives_of_all_pipeline_ranks_come_in_one_order() -> None:
 @pytest.mark.parametrize("window", [1, 2, 3, 8])
 def test_encoders_run_when_the_first_stage_has_what_they_need(kind: str, window: int) -> None:
     chunks = {"interleaved": 3, "zbv": 2}.get(kind, 1)
-    encoders = [EncoderWindows("vision", window, is_trained=True), EncoderWindows("audio", 8, is_trained=False)]
+    encoders = [Placement("vision", (), window=window), Placement("audio", (), window=8, is_trained=False)]
     schedule = lower(with_encoders(generate(kind, 4, 8, num_chunks=chunks), encoders))
     assert problems_in(schedule) == ()
     texts = [str(action) for action in schedule.actions[0]]
@@ -203,7 +204,7 @@ def without(text: str) -> Callable[[tuple[Action, ...]], list[Action]]:
 
 
 def test_a_forward_before_its_features_is_named() -> None:
-    schedule = lower(with_encoders(one_f_one_b(2, 2), [EncoderWindows("vision", 1, is_trained=True)]))
+    schedule = lower(with_encoders(one_f_one_b(2, 2), [Placement("vision", (), window=1)]))
     rows = []
     for row in schedule.actions:
         exchange = row.index(Action.parse("EXCHANGE1@vision"))

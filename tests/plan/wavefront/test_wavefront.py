@@ -115,6 +115,20 @@ def test_of_few_orders_with_sinks_the_best_is_found_and_no_bound_is_above_it():
     assert min(ratios) >= 1 - 1e-9 and max(ratios) <= 1.05 and sum(ratios) / len(ratios) <= 1.01
 
 
+@pytest.mark.parametrize(
+    ("work", "losses", "shortest"),
+    [
+        ([0.01, 3.0, 0.01], [[1.0, 0.0, 2.0]], 3.02),  # one long sample hides the losses of both others
+        ([0.1, 0.1], [[1.0, 0.0], [0.0, 1.0]], 1.2 - 0.1 / 3),  # two sinks compute at once
+    ],
+)
+def test_no_bound_is_above_losses_that_hide_behind_each_other_or_one_long_sample(work, losses, shortest):
+    sinks = tuple(Sink(seconds, (0,)) for seconds in losses)
+    wave = Wavefront(work, [0] * len(work), 1, (), sinks=sinks, extra_forwards=1)
+    assert makespan(wave, best_order(wave)) == pytest.approx(shortest)
+    assert lower_bound(wave) <= shortest + 1e-9
+
+
 def test_a_sink_that_keeps_up_costs_its_losses_alone_and_nothing_beside_a_further_forward():
     wave = Wavefront([3.0] * 8, [s % 2 for s in range(8)], 2, (), sinks=(Sink([0.5] * 8, (0, 1)),))
     assert makespan(wave, range(8)) == lower_bound(wave) + 0.5  # both lanes send at once, the second one waits first

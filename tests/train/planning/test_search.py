@@ -89,8 +89,8 @@ def planner(
 @pytest.mark.parametrize(
     ("elements", "per_node", "link", "more"),
     [
-        (0, 2, 1e9, {}),
-        (300, 1, 4.5e11, {}),
+        pytest.param(0, 2, 1e9, {}, marks=pytest.mark.second),
+        pytest.param(300, 1, 4.5e11, {}, marks=pytest.mark.second),
         (0, 2, 1e9, {"num_ranks": 4, "has_experts": True}),
     ],
     ids=["text", "images", "experts"],

@@ -159,6 +159,7 @@ def test_a_check_for_a_device_speaks_of_its_own_options(recipe: Path) -> None:
     assert packs.stderr == f"omnitrain: {words}\n"
 
 
+@pytest.mark.second
 def test_a_step_that_counts_samples_has_as_many_packs_of_one_text(recipe: Path) -> None:
     counted = check("--device", "h100", "--nproc", "8", "train.packs_per_step=1", "train.samples_per_step=12")
     assert counted.exit_code == 2
