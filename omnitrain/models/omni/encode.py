@@ -141,9 +141,7 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
         if len(features.main) != len(index):
             features = features.at(index)
         if component in model.teachers:
-            read = local_positions(sequence_slice, pack.text_rows)[1]
-            row = to_device(torch.searchsorted(positions, read), features.main.device)
-            encoded.media.teachers[name] = features.main[row]
+            encoded.media.teachers[name] = features.main
         elif not len(positions):  # the model runs as it does over text
             encoded.idle.extend(features.tensors())
         elif WORDS in features.side:
@@ -241,9 +239,9 @@ def call_component(
 def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
-    A projector has the items of its tower, without pixels; a teacher has the samples with text to
-    predict. ``divided``: see :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of
-    a teacher has media.
+    A projector has the items of its tower, without pixels; a teacher has the samples with text to predict, and gives a
+    row for each token from which text is predicted. ``divided``: see
+    :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of a teacher has media.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
     pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
@@ -262,7 +260,10 @@ def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[s
     tokens = torch.from_numpy(ranges(ends[read] - lengths, np.array(lengths)))
     ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
     samples = tuple(pack.info.ids[index] for index in read)
-    items = MediaBatch((MediaGroup({"input_ids": ids}, {"input_ids": lengths}, lengths, samples),), tokens, tuple(read))
+    features = {"input_ids": ids, "is_read": to_device(torch.isin(tokens, pack.text_rows), ids.device)}
+    numbers = tuple(np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"))[read].tolist())
+    group = MediaGroup(features, dict.fromkeys(features, lengths), numbers, samples)
+    items = MediaBatch((group,), pack.text_rows, tuple(read))
     return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))
 
 
@@ -303,7 +304,7 @@ _LABELS = "labels"  # name of a decoder's labels among the side tensors of its f
 def _encoded(model: Any, name: str, items: MediaGroup) -> MediaFeatures:
     if name.startswith(NATIVE_PREFIX):
         return _with_words(model, name, lambda: model.runner.encode_call(name, items))
-    return features_of(_attached(model, name, items.features, items.num_tokens))
+    return features_of(_attached(model, name, items))
 
 
 def _with_words(model: Any, name: str, encode: Callable[[], MediaFeatures]) -> MediaFeatures:
@@ -323,11 +324,15 @@ def _minimal(model: Any, name: str) -> MediaFeatures:
     if name in model.reads and any(p.requires_grad for p in model.get_submodule(model.reads[name]).parameters()):
         # As on ranks with data, the module's input gets a gradient: else FSDP would reduce at another time there.
         features = features | {"main": features["main"].detach().requires_grad_()}
-    return features_of(_attached(model, name, features, num_tokens))
+    group = MediaGroup(features, {name: (len(tensor),) for name, tensor in features.items()}, num_tokens, (_IDLE,))
+    return features_of(_attached(model, name, group))
 
 
-def _attached(model: Any, name: str, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Any:
-    """The output of an encoder or decoder; of a divided encoder, the output of its tower or its projector."""
+def _attached(model: Any, name: str, items: MediaGroup) -> Any:
+    """The output of an encoder, decoder or teacher; of a divided encoder, that of its tower or its projector."""
+    features, num_tokens = items.features, items.num_tokens
+    if name in model.teachers:
+        return model.get_submodule(name).lm_states(items)
     if name in model.divided:
         return model.get_submodule(name).lm_tower(features, num_tokens)
     if name in model.reads:

@@ -154,7 +154,7 @@ class ModelFlops:
         rows = torch.arange(length - predicted, length)
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
         # Hidden states as if other ranks had computed them: a teacher's own forward counts as media calls.
-        rows_of = {name: torch.empty(length, self.model.get_submodule(name).width) for name in self.model.teachers}
+        rows_of = {name: torch.empty(predicted, self.model.get_submodule(name).width) for name in self.model.teachers}
         work = MicroBatchWork(features={name: features_of(rows) for name, rows in rows_of.items()})
 
         def run() -> list[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from omnitrain.data.packing.pack import MediaGroup
 from omnitrain.errors import UserError
 from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
@@ -116,14 +117,23 @@ class Teacher(ContainerModel, EncoderMixin):
         """Return an adapter without a modality: its items are made of the tokens of packs."""
         return ComponentAdapter()
 
-    def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> Tensor:
-        """Return the last hidden states of samples, ``[sum(num_tokens), width]``; UserError: the model hides them."""
-        input_ids = features["input_ids"][None]
-        positions = torch.cat([torch.arange(number, device=input_ids.device) for number in num_tokens])
+    def lm_states(self, samples: MediaGroup) -> Tensor:
+        """Return the last hidden states of the tokens that are read, ``[sum(samples.num_tokens), width]``.
+
+        Args:
+            samples: ``input_ids`` int64 and ``is_read`` bool, ``[tokens]`` each; ``num_tokens``: how many are read.
+
+        Raises:
+            UserError: the model hides its last hidden states.
+        """
+        input_ids, lengths = samples.features["input_ids"][None], samples.num_rows["input_ids"]
+        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
+        # In order, as `nonzero`, but without waiting for the device.
+        read = samples.features["is_read"].argsort(descending=True, stable=True)[: sum(samples.num_tokens)]
         states: list[Tensor] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
-            states.append(hidden[0])
+            states.append(hidden[0, read])
             logits: Tensor = lm_head.forward(hidden[:, :1])  # some models compute with them
             return logits
 
@@ -133,7 +143,7 @@ class Teacher(ContainerModel, EncoderMixin):
                 head=head,
                 media=EncodedMedia(),
                 arguments={"position_ids": positions[None], "use_cache": False},
-                packed=PackedSequence((0, *accumulate(num_tokens))),
+                packed=PackedSequence((0, *accumulate(lengths))),
             )
         if not states:
             raise UserError(f"{type(self.model).__name__} hides its last hidden states, which losses would read")
@@ -141,7 +151,7 @@ class Teacher(ContainerModel, EncoderMixin):
 
     def minimal_input(self) -> tuple[TensorFeatures, tuple[int, ...]]:
         """Return a sample of one token."""
-        return {"input_ids": torch.zeros(1, dtype=torch.long)}, (1,)
+        return {"input_ids": torch.zeros(1, dtype=torch.long), "is_read": torch.ones(1, dtype=torch.bool)}, (1,)
 
 
 def require_plain_head(kind: str, contract: Contract) -> None:

@@ -19,11 +19,12 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import idle_prompt
+from omnitrain.models.omni.encode import call_component, idle_prompt, with_all_inputs
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import Recording
 from omnitrain.parallel.resolve.plans import resolve_without_ranks
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.step.plan import facts_of
 from omnitrain.parallel.verify.tiny_model import needed_memory, num_parameters, tiny_model_of
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ParallelPlan, Recipe
@@ -117,6 +118,15 @@ def test_a_loss_reads_the_last_hidden_state_of_each_predicting_token() -> None:
     torch.testing.assert_close(torch.cat(read), torch.cat(alone)[pack.text_rows], rtol=1e-5, atol=1e-5)
     assert all(parameter.grad is None for parameter in model.get_submodule("big").parameters())
     assert not model.get_submodule("big").model.training
+
+
+def test_only_hidden_states_of_trained_tokens_travel() -> None:
+    model = taught()
+    pack = with_all_inputs(Pack.from_samples(texts()), (), model.teachers)
+    features, _ = call_component(model, "big", {"big": pack.inputs["big"].groups})
+    trained = len(pack.text_labels)
+    assert sum(tensor.nbytes for tensor in features.tensors()) == trained * TEACHER["hidden_size"] * 4
+    assert sum(item.num_tokens for item in facts_of(pack).items["big"]) == trained < pack.num_tokens
 
 
 @pytest.mark.parametrize("head", ["inside", "plain"])
