@@ -82,7 +82,6 @@ class ComponentLayout:
     # names of its FSDP units, whose parameters are gathered and reduced together; ``""`` is the root
     units: tuple[str, ...]
     parameters: tuple[str, ...]  # names of its parameters
-    is_trained: bool  # whether it has a backward: a parameter of it, or of the component that it reads, gets a gradient
     num_units: int  # number of its FSDP units on the ranks of its section; in a pipeline, on this rank
     activations: ActivationOffload | None = None  # its activation offload, if any
     compiled: CompiledBlocks | None = None  # its compiled blocks, if any

@@ -503,7 +503,6 @@ def _layouts(
             plan=plans[name],
             units=sharded[name],
             parameters=tuple(parameters),
-            is_trained=model.has_backward(name),
             num_units=len(sharded[name]),
             activations=activations.get(name),
             tower=towers.get(name),

@@ -37,19 +37,20 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
 def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: StepPlan | None = None) -> SectionWindows:
     """Return the windows of a section in a step; see :func:`schedule_of`."""
     section = layout.sections[name]
-    in_order = [c.name for c in plan.topology.components if c.name in section.components]
+    placements = [c for c in plan.topology.components if c.name in section.components]
+    in_order = [c.name for c in placements]
     ahead = _windows(upcoming, in_order, section.micro_batch) if upcoming is not None and section.ahead else {}
     return SectionWindows(
         name=name,
         encoded=_windows(plan, in_order, section.micro_batch),
-        trained=frozenset(c for c in in_order if layout.components[c].is_trained),
+        trained=frozenset(c.name for c in placements if c.is_trained),
         size=section.micro_batch,
         slots=section.slots,
         in_flight=section.in_flight,
         encode_twice=section.encode_twice,
         is_encoded=any(edge.has_kept(plan) for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
-        reads={c.name: c.reads for c in plan.topology.components if c.reads and c.name in in_order},
+        reads={c.name: c.reads for c in placements if c.reads},
         heads={name: _micro_batches_of_head(plan, name) for name in plan.topology.heads_apart if name in in_order},
     )
 
