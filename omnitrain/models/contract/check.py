@@ -19,6 +19,7 @@ from omnitrain.models.contract.checks_packing import (
     TOLERANCE,
     gradient_fact,
     head_fact,
+    holds_blocks,
     leaking_class,
     logit_error,
     mixing_modalities,
@@ -198,7 +199,8 @@ def _packing(trial: Trial) -> None:
     segmented: tuple[str, ...] = ()
     while fact := attempt(packing_fact, trial):
         leak = leaking_class(trial)
-        if leak is None or leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES:
+        is_last = leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES
+        if leak is None or is_last or holds_blocks(trial, leak):
             _unpack(trial, fact if leak is None else f"{fact}, first in {leak}")
             return
         segmented = (*segmented, leak)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.trial import Trial, compare, largest, relative, worst
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours, watching
+from omnitrain.models.discovery.text_run import first_block
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
 from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.attention.packed_context import PackedSequence
@@ -132,6 +133,13 @@ def leaking_class(trial: Trial) -> str | None:
         if name is not None:
             return type(trial.ours.get_submodule(name)).__name__
     return None
+
+
+def holds_blocks(trial: Trial, class_name: str) -> bool:
+    """Whether modules of a class hold layers of the text decoder, which ranks then call as often as they have samples."""
+    block = first_block(trial.ours)
+    holders = [module for module in trial.ours.modules() if module is not block and type(module).__name__ == class_name]
+    return any(inner is block for holder in holders for inner in holder.modules())
 
 
 @torch.no_grad()

@@ -9,7 +9,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, RobertaForCausalLM
+from transformers import (
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaForCausalLM,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import MediaItem, MediaSpan
@@ -247,6 +254,14 @@ def test_an_audio_row_too_many_or_too_few_names_the_sample(surplus: int) -> None
     message = rf"sample clips.jsonl:7: {rows - surplus} audio placeholders, {rows} features"
     with pytest.raises(UserError, match=message):
         both.ours(pack)
+
+
+def test_a_module_that_holds_layers_does_not_run_sample_by_sample() -> None:
+    """Ranks would call the layers, which FSDP gathers, as often as they have samples."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    contract = check_contract(RoFormerForCausalLM, RoFormerConfig(**sizes, vocab_size=96, is_decoder=True))
+    assert contract.segmented == () and not contract.packs
+    assert "first in RoFormerEncoder" in contract.why_unpacked
 
 
 def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample() -> None:
