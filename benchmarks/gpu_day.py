@@ -31,6 +31,7 @@ WHEELS = ROOT / "gpu_wheels"  # of gpu/pack_wheels.py
 LINES = 40  # of what a phase printed, kept where it did not end well
 MOST_FILES, MOST_BYTES = 8, 16 * 2**20
 
+BEFORE_LIMIT = 0.9  # of a phase's limit, when the stacks of its threads are printed: what it waits for
 OK, FAILED, KILLED, LATE = "ok", "failed", "killed", "late"
 
 
@@ -159,7 +160,8 @@ def run_phase(phase: Phase, own: Path, made: Path, environment: Mapping[str, str
         tiny: see :class:`Day`.
     """
     figures, said = own / "figures", own / "said"
-    command = [sys.executable, "-m", "gpu.run_phase", phase.module, str(figures), str(made), str(phase.limit)]
+    stacks_at = time.time() + BEFORE_LIMIT * phase.limit
+    command = [sys.executable, "-m", "gpu.run_phase", phase.module, str(figures), str(made), str(stacks_at)]
     began = time.perf_counter()
     with said.open("wb") as output:
         process = subprocess.Popen(

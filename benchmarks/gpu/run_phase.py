@@ -6,10 +6,9 @@ import argparse
 import faulthandler
 import json
 import math
+import time
 from importlib import import_module
 from pathlib import Path
-
-BEFORE_LIMIT = 0.9  # of the limit, when the stacks of all threads are printed: what a phase waits for
 
 
 def main() -> None:
@@ -18,11 +17,11 @@ def main() -> None:
     options.add_argument("module")
     options.add_argument("figures", type=Path, help="file that gets the figures")
     options.add_argument("folder", type=Path, help="folder for traces; it becomes the working folder's OUTPUT")
-    options.add_argument("limit", type=float, help="seconds after which the phase will be ended")
+    options.add_argument("stacks_at", type=float, help="second of time.time at which the stacks are printed")
     options.add_argument("--tiny", action="store_true")
     given = options.parse_args()
     faulthandler.enable()
-    faulthandler.dump_traceback_later(BEFORE_LIMIT * given.limit)
+    faulthandler.dump_traceback_later(max(0.01, given.stacks_at - time.time()))
     with given.figures.open("w") as lines:
         for name, value in import_module(given.module).run(given.tiny, given.folder):
             lines.write(

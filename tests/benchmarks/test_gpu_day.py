@@ -46,7 +46,7 @@ def day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Day, Path]:
         (tmp_path / f"{name}.py").write_text(fake(name, body))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu_day, "MOST_BYTES", 1000)
-    phases = [Phase(name, 2.5 if name == "hangs" else 60.0) for name in FAKES]
+    phases = [Phase(name, 4.0 if name == "hangs" else 60.0) for name in FAKES]
     return run_day(phases, tmp_path / "day", tiny=True, at_once=len(phases)), tmp_path / "day"
 
 
