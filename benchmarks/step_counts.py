@@ -172,7 +172,7 @@ def of_rank(world: int, layers: int, memory: dict[str, Any], full: bool) -> Rank
 
 
 def of_collectives(worlds: list[int], full: bool) -> Iterator[tuple[str, float]]:
-    """Yield bytes of each kind of collective in a layer, of a rank; those of experts beside an even sharding's."""
+    """Yield the bytes that a rank moves in a layer, by kind of collective; experts also as a ratio to even sharding."""
     text = sizes_of("experts", not full).text
     weights = 3 * text["num_experts"] // EXPERT_RANKS * text["hidden_size"] * text["moe_intermediate_size"]
     for world in worlds:

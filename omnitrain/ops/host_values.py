@@ -26,6 +26,7 @@ _SIZED = {"repeat_interleave", "nonzero", "unique_consecutive", "arange"}
 _MADE = {"tensor", "as_tensor"}
 _OF_SIZES = {"new_zeros", "new_ones", "new_empty", "new_full"}
 _INDEXED = {"__getitem__", "__setitem__"}
+_RANDOM = {"randint_like"}  # the host would draw other numbers
 
 
 class _Values:
@@ -141,6 +142,8 @@ class _ReadsOnHost(TorchFunctionMode):
         if name in _SIZED or (name == "__getitem__" and _has_masks(args[1])):
             return self._sent(again())
         made = func(*args, **kwargs)
+        if name in _RANDOM:
+            return made
         if isinstance(made, Tensor):
             self._remember(made, again)
         elif isinstance(made, (list, tuple)):

@@ -342,7 +342,7 @@ class Trainer:
         if self.compiled is not None:
             console.print(f"compiled block by block: {len(self.compiled.names)} blocks of the foundation")
         elif self.recipe.train.compile.enabled == "auto":
-            console.print("no block is compiled (train.compile: auto, on CUDA)")
+            console.print("no block is compiled: `train.compile: auto` compiles on CUDA, where the plan allows it")
         if self.device.type == "cuda":
             self.show_memory()
         if self.resumed is not None:

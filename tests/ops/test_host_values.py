@@ -64,3 +64,10 @@ def test_the_host_forgets_what_is_changed_in_place() -> None:
     assert values_of(doubled).tolist() == [2, 4]
     assert values_of(there) is None and values_of(view) is None and values_of(later) is None
     assert later.tolist() == [4, 6]
+
+
+def test_the_host_does_not_know_what_the_device_drew() -> None:
+    there = sent(torch.tensor([1, 2]))
+    with reading_on_host(DEVICE):
+        drawn = torch.randint_like(there, 100)
+    assert values_of(drawn) is None

@@ -199,8 +199,8 @@ def _packing(trial: Trial) -> None:
     segmented: tuple[str, ...] = ()
     while fact := attempt(packing_fact, trial):
         leak = leaking_class(trial)
-        is_last = leak in segmented or len(segmented) == _MOST_SEGMENTED_CLASSES
-        if leak is None or is_last or holds_blocks(trial, leak):
+        is_full = len(segmented) == _MOST_SEGMENTED_CLASSES
+        if leak is None or is_full or leak in segmented or holds_blocks(trial, leak):
             _unpack(trial, fact if leak is None else f"{fact}, first in {leak}")
             return
         segmented = (*segmented, leak)

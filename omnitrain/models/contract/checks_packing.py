@@ -136,7 +136,7 @@ def leaking_class(trial: Trial) -> str | None:
 
 
 def holds_blocks(trial: Trial, class_name: str) -> bool:
-    """Whether modules of a class hold text layers: ranks would call each as often as they have samples."""
+    """Whether modules of a class contain text layers, which FSDP would gather once for each sample of a rank."""
     block = first_block(trial.ours)
     holders = [module for module in trial.ours.modules() if module is not block and type(module).__name__ == class_name]
     return any(inner is block for holder in holders for inner in holder.modules())

@@ -22,8 +22,9 @@ class InContextDecoder(LatentDecoder):
 
     So the foundation denoises them, as in Transfusion, Show-o2 and BAGEL. The head predicts the latents without noise,
     which need fewer dims of a hidden state than velocities, which have the noise (Li and He, "Back to basics: let
-    denoising generative models denoise", 2025). The loss is that of the velocity from the noised latents to them. A
-    label is a latent and the rest of its way, ``1 - time``.
+    denoising generative models denoise", 2025). The loss is the squared error of
+    the velocity that leads from the noised latents to the predicted ones. A label is a latent and its remaining time,
+    ``1 - time``.
     """
 
     config: InContextDecoderConfig
@@ -71,10 +72,10 @@ class InContextDecoder(LatentDecoder):
     def lm_head(self, hidden: Tensor, labels: Tensor) -> LossTerm:
         """Return the mean squared error of velocities, predicted from the tokens' own states ``[n, hidden]``.
 
-        The rest of a way counts as at least that of the last step in generation.
+        The remaining time that divides an error is at least the step of generation, ``1 / num_steps``.
         """
-        latents, rest = labels[:, :-1], labels[:, -1:].clamp(min=1 / self.config.num_steps)
-        rows = ((self.head(hidden).float() - latents) / rest).square().mean(dim=1)
+        latents, remaining = labels[:, :-1], labels[:, -1:].clamp(min=1 / self.config.num_steps)
+        rows = ((self.head(hidden).float() - latents) / remaining).square().mean(dim=1)
         return LossTerm(rows.sum(), len(rows), rows.detach())
 
     def minimal_labels(self) -> Tensor:

@@ -26,7 +26,7 @@ from omnitrain.transformers_private import keep_recordable_outputs
 # Methods of a component -> whether FSDP casts floating-point tensors of their first argument, features or hidden
 # states. A decoder's media tokenizer keeps its precision, so the features for it are not cast; nor are labels.
 _ENCODER_CALLS = {"lm_encode": True}
-_TEACHER_CALLS = {"lm_states": False}  # its features are ids
+_TEACHER_CALLS = {"lm_states": False}  # its arguments are ids and flags
 _DECODER_CALLS = {"lm_encode": False, "lm_head": True, "lm_embed": True}
 _RUN_UNSHARDED = "run_unsharded"
 
@@ -141,8 +141,8 @@ def _gather_in_methods(model: OmniModel, component: str, dtype: torch.dtype) -> 
         return function()
 
     module: Any = model.get_submodule(component)
-    calls = _ENCODER_CALLS if component in model.encoder_names else _DECODER_CALLS
-    calls = _TEACHER_CALLS if component in model.teachers else calls
+    of_media = _ENCODER_CALLS if component in model.encoder_names else _DECODER_CALLS
+    calls = _TEACHER_CALLS if component in model.teachers else of_media
     setattr(module, _RUN_UNSHARDED, run)
     fsdp.register_fsdp_forward_method(module, _RUN_UNSHARDED)
     for method, casts in calls.items():

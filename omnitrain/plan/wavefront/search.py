@@ -34,8 +34,8 @@ def _whole_lanes(wave: Wavefront, lanes: Lanes) -> list[float]:
     """The work of each lane, or of the rounds of coupled lanes, and the losses that no other work of it can hide.
 
     Without further forwards, a lane waits for the slowest sink of each sample. With one, it runs a backward and a
-    forward of two others while a sink computes the loss of a sample: the j longest losses of a sink, which come one
-    after the other, hide behind no more than the j longest works.
+    forward of two others while a sink computes the loss of a sample. A sink computes one loss after the other, so at
+    most the j longest works of the lane run beside the j longest losses of the sink.
     """
     works = [_descending(wave.work, lane) for lane in lanes]
     exposed = [_descending(wave.exposed, lane) for lane in lanes]
