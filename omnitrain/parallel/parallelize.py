@@ -43,7 +43,7 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import offload_tensors, recompute_blocks, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages, units_by_stage
-from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
+from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device, ranks_of_stages
 from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
@@ -59,9 +59,7 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_seq
 from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
-from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, Section
-from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def build_parallelize_model(
@@ -312,8 +310,7 @@ def _connected(
     if not prepared.plan.sections:
         return {}, {}
     foundation = prepared.plans[FOUNDATION]
-    settings = foundation.schedule or PipelineSchedule()
-    ranks = stage_ranks(foundation.pp or 1, settings.stages_per_rank, is_v=settings.kind == "zbv")
+    ranks = ranks_of_stages(foundation.schedule, foundation.pp or 1)
     dtype = dtype_of(foundation.precision.compute) or model.dtype
     return connect_sections(model, prepared.plan.sections, prepared.state, device, dtype=dtype, last_stage=ranks[-1])
 

@@ -197,7 +197,8 @@ class StepPlan(StepTables):
         own, reader = self.topology.items_of(component, self.slot), self.topology.reader_of(component)
         is_now = self._micro_batch(own) == micro_batch
         if reader is None:
-            return self._copies(own[is_now])
+            item, consumer = self._copies(own[is_now])
+            return item, consumer + self.topology.component(component).behind
         # All items are in the same order under both names.
         read = self.topology.items_of(reader, self.slot)
         makers = self.topology.call_group_of(reader)[self.producer[read[is_now]]]

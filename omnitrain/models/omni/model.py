@@ -378,7 +378,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         pack = filled_up(self, pack, work.sequence_slice)
         if stage is not None and not stage.span.is_first:
             return arrived_pack(self, pack, work, stage)
-        encoded = encode(self, pack, work)
+        at_end = () if stage is None else self.teachers  # the last stage reads them
+        encoded = encode(self, pack, work, self.media_names.keys() - at_end)
         seed_foundation()
         return encoded
 

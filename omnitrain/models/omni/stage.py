@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
 
 
 def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput) -> EncodedPack:
-    """Return the input of a stage after the first: features that arrived; on the last stage, the decoders' labels."""
+    """Return the input of a stage after the first: features that arrived; on the last, labels and teachers' states."""
     hidden, *features = stage.arrived
     here = dict(zip(features_across(model, pack, work.sequence_slice, stage.span.start), features, strict=True))
     native = {}
@@ -68,11 +68,11 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
         absent = hidden.detach().new_zeros(()).expand(number, hidden.size(-1))
         main, *side = (here.get((modality, name), absent) for name in layout.names)
         native[modality] = MediaFeatures(main, dict(zip(layout.names[1:], side, strict=True)), {}, (number,), layout)
-    labels = {}
+    there = EncodedPack(pack, work, EncodedMedia(), {}, [])
     if stage.span.is_last:
         with torch.no_grad():  # the first stage has the embeddings
-            labels = encode(model, pack, work, {*model.decoder_names}.difference(work.apart)).labels
-    return EncodedPack(pack, work, EncodedMedia(native), labels, [])
+            there = encode(model, pack, work, {*model.decoder_names, *model.teachers}.difference(work.apart))
+    return replace(there, media=EncodedMedia(native, teachers=there.media.teachers), idle=[])
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:

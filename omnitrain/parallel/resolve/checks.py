@@ -33,11 +33,19 @@ def model_problems(
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
     yield from _window_problems(model, plan, state)
+    yield from _teacher_problems(model, plan, state)
+
+
+def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """The last stage of a pipeline reads the hidden states of teachers, and the first one the features of all else."""
     for name in model.teachers if state.size("pp") > 1 else ():
-        yield (
-            f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
-            f"{name} arrive on the first stage, and the last one computes the loss; use 1, or remove the teacher"
-        )
+        section = plan.section_of(name)
+        others = sorted({*plan.sections[section].components} - {*model.teachers}) if section != MAIN else []
+        if others:
+            yield (
+                f"sections.{section}.components: found {others[0]} beside the teacher {name}, but with pp the first "
+                "stage reads what one gives, and the last stage what the other gives; give each a section of its own"
+            )
 
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:

@@ -238,7 +238,7 @@ class Executor:
             if stage == 0 and self._held is None and isinstance(self._model, FSDPModule):
                 self._model.unshard()  # the root may have parameters of components, which are called before it
             if stage in (0, self._last):
-                features = self._graph.labels_of if stage else self._graph.features_of
+                features = self._graph.features_at_end if stage else self._graph.features_of
                 work = replace(work, features=features(micro_batch, pack))
             if self._on_encoded is not None:
                 return self._on_encoded(micro_batch, pack, work)

@@ -141,6 +141,7 @@ class SectionWindows:
     # decoder -> micro-batches in which it has targets. The last stage sends the section the hidden states from which
     # they are predicted; the section computes the loss, and sends it back with the gradients of these states
     heads: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
+    at_end: frozenset[str] = frozenset()  # components whose features the last stage reads, not the first one
     # number of stages of each of its components: the section has as many lists of actions. With several, a forward of a
     # stage is ``F``, and ``ENCODE`` is not used
     num_stages: int = 1
