@@ -189,13 +189,14 @@ def _prepare(
 
     def try_on_tiny_model() -> TokenSharding | None:
         """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-        for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
-            if not is_alone:
-                require_same_math(omni.foundation, styles, at)
-        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
+        here = {name: at for name, at in states.items() if at.section == state.section}
+        for at, styles in _styles_by_state(tensors, here) if not is_alone else ():
+            for language_model, root in omni.language_models.values():
+                require_same_math(language_model, styles, at, root)
+        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state) if state.section == MAIN else None
         return replace(tokens, problem="") if is_alone and tokens is not None and tokens.ends else tokens
 
-    tokens = first_ranks(try_on_tiny_model, state.of_section(MAIN).ranks)
+    tokens = first_ranks(try_on_tiny_model, range(state.num_ranks))
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
 
 
@@ -422,8 +423,12 @@ def _spread_experts(
 
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls all ranks of a sequence group make together."""
-    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
-    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
+    shared = {name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1}
+    slice_of = partial(slice_of_call, state)
+    for name in shared.intersection(model.teachers):
+        model.get_submodule(name).slice_of = slice_of
+    towers = sorted(shared.difference(model.teachers))
+    return {name: SharedTower(model, model.components[name].values(), slice_of) for name in towers}
 
 
 def _apply_recompute_and_offload(

@@ -58,6 +58,12 @@ class ComponentModel(ContainerModel):
         return tuple(name for name in self.teachers if self.get_submodule(name).head is not None)
 
     @property
+    def language_models(self) -> dict[str, tuple[PreTrainedModel, str]]:
+        """``foundation``, and each teacher -> the causal language model that it is, and its name in this model."""
+        taught = {name: (self.get_submodule(name).model, f"{name}.model") for name in self.teachers}
+        return {"foundation": (self.foundation, "foundation"), **taught}
+
+    @property
     def decoders(self) -> dict[str, Any]:
         """Component name -> decoder."""
         return {name: self.get_submodule(name) for name in self.decoder_names}

@@ -254,24 +254,37 @@ class FoundationRunner:
         """Describe a sequence that samples or ranks share; None for others. Uses only host values."""
         if sequence_slice is None and (pack.forward_inputs or not self.contract.packs):
             return None
-        offsets = (0, *accumulate(pack.info.lengths))
-        whole_masks = None if sequence_slice is None else cache(partial(self._whole_masks, pack, offsets))
-        return PackedSequence(offsets, sequence_slice, whole_masks)
+        return self.sequence(pack.info.lengths, pack.input_ids, _of_pack(pack), sequence_slice)
+
+    def sequence(
+        self,
+        lengths: Sequence[int],
+        input_ids: Tensor,
+        arguments: Mapping[str, Any],
+        sequence_slice: SequenceSlice | None,
+    ) -> PackedSequence:
+        """Describe samples of these lengths, end to end; ``input_ids`` ``[1, T]`` and ``arguments`` are of all tokens.
+
+        ``sequence_slice``: those of this rank; None: all.
+        """
+        offsets = (0, *accumulate(lengths))
+        masks = None if sequence_slice is None else cache(partial(self._whole_masks, input_ids, arguments, offsets))
+        return PackedSequence(offsets, sequence_slice, masks)
 
     @torch.no_grad()
-    def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
-        """The masks over a whole pack, by a forward that stops at the first block, without hooks or collectives."""
+    def _whole_masks(self, input_ids: Tensor, arguments: Mapping[str, Any], offsets: tuple[int, ...]) -> list[MaskSpec]:
+        """The masks over a whole sequence, by a forward that stops at the first block, without hooks or collectives."""
         embedding: Any = self.model.get_input_embeddings()
-        zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
+        zero = input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         packed = PackedSequence(offsets)
-        arguments = self._accepted(_of_pack(pack), packed, pack.input_ids.device)
+        accepted = self._accepted(arguments, packed, input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
             wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
             inside(packed),
             suppress(StopRunError),
         ):
-            self.model.forward(input_ids=pack.input_ids, **arguments)
+            self.model.forward(input_ids=input_ids, **accepted)
         return packed.masks
 
     def run_pack(

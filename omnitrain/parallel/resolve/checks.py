@@ -168,9 +168,8 @@ def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """A tower's call can be shared by all ranks of a sequence group, or by none of them."""
     instead = "remove it (`place: group` divides whole items among these ranks)"
-    others = (FOUNDATION, *model.teachers, *model.reads)
     for name, tower in plan.components.items():
-        if name in others or name not in model.components or (tower.ulysses or 1) == 1:
+        if name in (FOUNDATION, *model.reads) or name not in model.components or (tower.ulysses or 1) == 1:
             continue
         section = plan.section_of(name)
         own = state.of_section(section)
@@ -192,6 +191,9 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
 
 
 def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
+    if component in model.teachers:
+        teacher = model.get_submodule(component)
+        return sequence_contract_of(teacher.model, teacher.runner.contract)
     if (encoder := component.removesuffix(".tower")) in model.encoder_names:
         return attached_tower_contract(model.encoders[encoder])
     if component in model.decoder_names:
