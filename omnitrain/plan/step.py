@@ -90,6 +90,10 @@ class StepPlan(StepTables):
         """Loss name -> predicted tokens of the whole step, by which that loss is divided."""
         return dict(zip(self.topology.losses, self.counts.sum(axis=(0, 2)).tolist(), strict=True))
 
+    def rows_of(self, component: str) -> int:
+        """Return the number of features of a component's items in the whole step."""
+        return int(self.item_tokens[self.topology.items_of(component, self.slot)].sum())
+
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
         return bool(self.calls[micro_batch, list(self.topology.call_sites_of(component))].any())

@@ -51,10 +51,14 @@ class EncodedMedia:
     # features of attached components, which replace token embeddings: positions ``[n]`` int64 in the flattened batch
     # ``[B * T]``, on the host, and embeddings ``[n, hidden]``
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
-    teachers: dict[str, Tensor] = field(default_factory=dict)
+    # teacher -> ``[n]`` int64, on the host, the tokens from which it and the foundation predict text, and its last
+    # hidden states ``[n, width]`` there
+    teachers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # ids ``[n]`` in the place of placeholders, of media that are words of the vocabulary: positions as of `inserted`
     words: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+TaughtRows = Mapping[str, tuple[Tensor, Tensor]]  # as of :class:`EncodedMedia`
 
 
 class FoundationRunner:
@@ -216,14 +220,15 @@ class FoundationRunner:
         with reading(read_rows), seeing_blocks(pack.block_ids):
             yield local, self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss(self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]) -> FoundationOutput:
+    def _loss(self, pack: Pack, taught: TaughtRows, run: Callable[[Head], Any]) -> FoundationOutput:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
         states: list[Tensor] = []
         terms: list[LossTerm] = []
         compared: dict[str, LossTerm] = {}
         untouched: list[Tensor] = []  # logits, before the forward writes over them
         text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
-        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
+        of_all = {name: given for name, (_, given) in taught.items() if len(given) == len(labels)}
+        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": of_all}
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
@@ -236,8 +241,10 @@ class FoundationRunner:
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
             rows = hidden[0, text_rows]
             terms.append(linear_cross_entropy(rows, weight, labels, bias, **options))
-            for name in self.compared.keys() & teachers.keys():
-                compared[name] = self.compared[name].divergence(teachers[name], rows, weight, bias)
+            for name in self.compared.keys() & taught.keys():
+                tokens, given = taught[name]
+                own = rows if name in of_all else hidden[0, to_device(tokens, hidden.device)]
+                compared[name] = self.compared[name].divergence(given, own, weight, bias)
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
         output = run(head)

@@ -425,7 +425,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 idle.append(idle_head(self.decoders[name], hidden))
         text = replace(output.text, sum=with_zero_gradients(output.text.sum, idle))
         losses = {"text": text} | dict(output.compared) | losses
-        read |= dict.fromkeys(output.compared, read["text"])
+        for name in output.compared:
+            tokens = pack.inputs[name].positions
+            read[name] = tokens[local_positions(sequence_slice, tokens)[0]]
         return OmniOutput(losses, read, None if hidden is None else hidden.detach(), apart)
 
 

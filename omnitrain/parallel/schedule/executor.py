@@ -119,6 +119,8 @@ class Executor:
         # Tensor parallel ranks compute the same loss, which counts once.
         self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
         self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
+        of_teachers = {name: batch.plan.rows_of(name) for name in model.compared}
+        self._counts = batch.plan.loss_counts | of_teachers
         self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _LiveMicroBatch] = {}
@@ -263,9 +265,8 @@ class Executor:
 
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
-        counts = self._batch.plan.loss_counts
-        counts = dict.fromkeys(self._model.compared, counts["text"]) | counts
-        return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
+        weights, counts = self._weights, self._counts
+        return [weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:
         key = stage, micro_batch = _key(action)

@@ -135,7 +135,7 @@ class _Planning:
         return self._degrees.get(self.component_of(name), self._tp)
 
     @property
-    def teachers(self) -> tuple[str, ...]:
+    def teachers(self) -> Collection[str]:
         return self._model.teachers
 
     def of_model(self, component: str) -> dict[str, str]:

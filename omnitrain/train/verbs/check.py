@@ -290,7 +290,9 @@ def _check_taught(kind: str, firsts: Sequence[object], compared: Sequence[str]) 
 
 
 def _check_rows(
-    kind: str, firsts: list[tuple[str, Sample | Rejected | UserError]], teachers: Sequence[str]
+    kind: str,
+    firsts: list[tuple[str, Sample | Rejected | UserError]],
+    teachers: Mapping[str, tuple[str, ...] | None],
 ) -> list[str]:
     problems = _Problems()
     for name, sample in firsts:
