@@ -189,15 +189,22 @@ def _prepare(
 
     def try_on_tiny_model() -> TokenSharding | None:
         """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-        here = {name: at for name, at in states.items() if at.section == state.section}
-        for at, styles in _styles_by_state(tensors, here) if not is_alone else ():
-            for language_model, root in omni.language_models.values():
-                require_same_math(language_model, styles, at, root)
-        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state) if state.section == MAIN else None
+        if not is_alone:
+            _require_same_math(omni, tensors, {n: at for n, at in states.items() if at.section == state.section})
+        if state.section != MAIN:
+            return None
+        tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
         return replace(tokens, problem="") if is_alone and tokens is not None and tokens.ends else tokens
 
     tokens = first_ranks(try_on_tiny_model, range(state.num_ranks))
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
+
+
+def _require_same_math(model: OmniModel, tensors: TensorPlan, states: Mapping[str, ParallelState]) -> None:
+    """Try the styles of the foundation and of teachers on tiny models. ``states``: of components of this rank."""
+    for at, styles in _styles_by_state(tensors, states):
+        for language_model, root in model.language_models.values():
+            require_same_math(language_model, styles, at, root)
 
 
 def _styles_by_state(

@@ -191,9 +191,9 @@ class Topology:
         return tuple(c.name for c in self.components if c.head is not None and c.edge == "message")
 
     @property
-    def at_end(self) -> tuple[str, ...]:
+    def at_end(self) -> frozenset[str]:
         """The components whose features the last stage of a pipeline reads."""
-        return tuple(component.name for component in self.components if component.at_end)
+        return frozenset(component.name for component in self.components if component.at_end)
 
     @property
     def call_elements(self) -> dict[str, int]:

@@ -125,7 +125,7 @@ def full_windows(
         encode_twice=section.encode_twice,
         reads={reader: read for reader, read in plan.reads().items() if reader in components},
         heads={name: range(num_micro_batches) for name in components if name in decoders},
-        at_end=frozenset(components) & {*at_end},
+        at_end=not {*at_end}.isdisjoint(components),
     )
 
 

@@ -68,31 +68,36 @@ def with_sections(
     """
     if not sections or not schedule.num_micro_batches:
         return schedule
-    first_rank, last_rank = schedule.stage_ranks[0], schedule.stage_ranks[-1]
-    timeline = simulate(schedule, durations)
-    of_first, of_last, last = timeline.events[first_rank], timeline.events[last_rank], schedule.num_stages - 1
+    timeline, last_rank, last = simulate(schedule, durations), schedule.stage_ranks[-1], schedule.num_stages - 1
     rows = [list(row) for row in schedule.actions]
     rows_of = rows_of_sections(sections, len(rows))
     row_of = {component: rows_of[section.name] for section in sections for component in section.encoded}
-    peers = dict.fromkeys(row_of, first_rank) | {name: last_rank for s in sections for name in s.at_end}
-    peers |= {read: row_of[reader][0] for s in sections for reader, read in s.reads.items()}
+    peers = _readers(schedule, sections, row_of)
     passes: dict[str, list[_Pass]] = {}
     for section in _readers_first(sections):
-        events, stage = (of_last, last) if section.at_end else (of_first, 0)
+        stage = schedule.stage_reading(section)
+        events = timeline.events[schedule.stage_ranks[stage]]
         turns = _turns(events, stage, section, [passes[s.name] for s in sections if _feeds(section, s)])
-        heads = _heads(of_last, last, section, turns)
+        heads = _heads(timeline.events[last_rank], last, section, turns)
         passes[section.name] = [*_order(section, turns, heads, encoding, _limiting(section, sections))]
     trained = frozenset[str]().union(*(section.trained for section in sections))
     for section in sections:
-        peer, to_main = rows_of[section.name][-1], [n for n in section.encoded if peers[n] < schedule.num_ranks]
-        for stage, rank in {0: first_rank, last: last_rank}.items():
-            read = [name for name in to_main if (name in section.at_end) == (stage > 0)]
-            rows[rank] = _with_messages(rows[rank], section, read, peer, stage)
+        peer, stage = rows_of[section.name][-1], schedule.stage_reading(section)
+        rank = schedule.stage_ranks[stage]
+        to_main = [component for component in section.encoded if peers[component] == rank]
+        rows[rank] = _with_messages(rows[rank], section, to_main, peer, stage)
         rows[last_rank] = _with_losses(rows[last_rank], last, section, peer)
         passes_of = passes[section.name]
         stages = range(section.num_stages)
         rows += [_actions(section, k, passes_of, peers | {FOUNDATION: last_rank}, row_of, trained) for k in stages]
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
+
+
+def _readers(schedule: Schedule, sections: Sequence[SectionWindows], row_of: Mapping[str, range]) -> dict[str, int]:
+    """Component of a section -> the list of those who read its features; ``row_of``: the lists of its section."""
+    main = {section.name: schedule.stage_ranks[schedule.stage_reading(section)] for section in sections}
+    found = {component: main[section.name] for section in sections for component in section.encoded}
+    return found | {read: row_of[reader][0] for section in sections for reader, read in section.reads.items()}
 
 
 def _feeds(section: SectionWindows, other: SectionWindows) -> bool:

@@ -259,7 +259,7 @@ def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[
                 continue  # of another section, for its weights, or of the next step
             micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
             message = Action(Kind.SEND_F, micro_batch=start, component=component)
-            stage = schedule.num_stages - 1 if component in section.at_end else 0
+            stage = schedule.stage_reading(section)
             peer = schedule.stage_ranks[stage]
             first, last = _first_and_last(at[peer], micro_batches, stage)
             if component in readers:
