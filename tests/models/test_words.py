@@ -228,6 +228,7 @@ def refused_on_stages() -> str:
     return str(told.value)
 
 
+@pytest.mark.second
 def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words(ranks: RankPool) -> None:
     """Also of a processor that the user has made."""
     for told in ranks.run(refused_on_stages, world=2, timeout_s=60):

@@ -134,6 +134,7 @@ def test_auto_compiles_on_cuda_where_the_plan_allows_it(
     assert is_compiled(recipe, torch.device(device)) is compiles
 
 
+@pytest.mark.second
 def test_leaving_out_rows_that_no_head_reads_changes_no_loss(tmp_path: Path) -> None:
     plain = tiny_recipe(tmp_path, steps=3)
     Trainer(load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.unread_rows=torch")).fit()
@@ -405,6 +406,7 @@ def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path)
     assert json.loads(last)["rejected_reasons"] == {"image_to_text": {reason: 1}}
 
 
+@pytest.mark.second
 def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

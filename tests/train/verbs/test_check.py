@@ -106,6 +106,7 @@ def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.second
 def test_check_compares_the_weights_of_every_path_with_their_model(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path)
     model, _ = build_from_recipe(load(path))
@@ -175,6 +176,7 @@ def test_ops_that_cannot_train_here_are_refused_before_anything_is_written(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.second
 def test_an_attention_backend_that_a_layer_of_the_model_needs_more_of_is_refused(tmp_path: Path) -> None:
     sizes = {key: FOUNDATION[key] for key in FOUNDATION if key.startswith(("num_", "hidden", "intermediate", "head"))}
     config = {"model_type": "gpt_oss", "vocab_size": 264, "num_local_experts": 4, "num_experts_per_tok": 2} | sizes
