@@ -202,6 +202,7 @@ def test_an_image_of_an_answer_is_trained_as_its_processor_writes_it_and_one_of_
     assert model(Pack.from_samples([sample])).losses["text"].count == sample.loss_mask.sum()
 
 
+@pytest.mark.second
 def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) -> None:
     plain, source = emu3(), tmp_path / "source"
     plain.save_pretrained(source)
