@@ -14,7 +14,7 @@ from omnitrain.plan.wavefront.simulate import FORWARD
 _NUM_CANDIDATES = 8
 
 
-class _Turn(NamedTuple):
+class _Dispatch(NamedTuple):
     """A forward of a lane, and the backward that follows it."""
 
     cost: float  # seconds that the lane loses; what no order can hide of a loss does not count
@@ -66,7 +66,7 @@ class _Lanes:
         )
         self._ahead, self._fed_ahead = [0.0] * wave.num_lanes, 0.0
 
-    def run_best(self, time: float, lane: int, candidates: Sequence[int]) -> _Turn:
+    def run_best(self, time: float, lane: int, candidates: Sequence[int]) -> _Dispatch:
         """Run the sample that costs least in a lane that is free at ``time``."""
         chosen = min([self._turn(time, lane, sample) for sample in candidates])
         sample, wave = chosen.sample, self._wave
@@ -81,7 +81,7 @@ class _Lanes:
         self._fed_ahead += self._loads[sample]
         return chosen
 
-    def _turn(self, time: float, lane: int, sample: int) -> _Turn:
+    def _turn(self, time: float, lane: int, sample: int) -> _Dispatch:
         wave, start = self._wave, time
         for g in wave.needs[sample]:
             if (fed := self._encoded[g] + wave.feeders[g].forward[sample]) > start:
@@ -101,4 +101,4 @@ class _Lanes:
         if (exposed := wave.exposed[sample] - self._hidden) > 0:
             lost -= exposed
         off = abs(self._ahead[lane] + self._losses[sample]) + abs(self._fed_ahead + self._loads[sample])
-        return _Turn(lost + self._pace * off, sample, free, returned)
+        return _Dispatch(lost + self._pace * off, sample, free, returned)
