@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	@touch $@
 
 quickstart: install

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -141,6 +144,25 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
     resumed = Trainer(load(recipe, "train.steps=5", "train.save.background=false"), resume=True)
     assert resumed.step == 2
     resumed.fit()
+
+
+def test_a_wait_for_the_checkpoint_before_is_told_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks: Any = SimpleNamespace(peers=SimpleNamespace(any_of_each=list), is_first=True)
+    store: Any = SimpleNamespace(folder_of=str)
+    saver = save.Saver(SimpleNamespace(store=store), ranks, None, None, {}, in_background=True)  # type: ignore[arg-type]
+    saver._begun, saver._writer = 10, SimpleNamespace(is_writing=True, error=None)  # type: ignore[assignment]
+    seconds = itertools.count()
+
+    def sleep(_: float) -> None:
+        if next(seconds) > 5:
+            saver._writer.is_writing = False  # type: ignore[union-attr, misc]
+
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=sleep)
+    monkeypatch.setattr(save, "time", clock)
+    assert saver.finish() == "10"
+    assert capsys.readouterr().out == "waiting until the checkpoint of step 10 is written\n"
 
 
 def test_the_process_leaves_the_cores_to_the_ranks() -> None:
