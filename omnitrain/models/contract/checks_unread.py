@@ -169,7 +169,7 @@ def read_from_outside(trial: Trial) -> tuple[str, ...]:
     with watching(trial.ours.named_modules(), begin, end), reads:
         for case in trial.telling_cases:
             pack = Pack.from_samples([case.probe.sample])
-            trial.logits(pack, trial.media(pack))
+            trial.logits(trial.encoded(pack))
     called = [name for name, module in trial.ours.named_modules() if not isinstance(module, nn.ModuleList)]
     return tuple(dict.fromkeys(any_layer(name) for name in called if name in reads.names))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.peers import SINGLE_PROCESS, Peers
 
@@ -61,9 +61,9 @@ class Inference:
             on_device = pack.to(model.device)
             take(on_device, model(on_device))
 
-    def encode(self, model: Any, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedMedia]:
-        """Return index of a pack -> its media, for the ``wanted`` packs; on ranks with the first stage."""
-        return {index: model.encode_media(packs[index].to(model.device)).media for index in wanted}
+    def encode(self, model: Any, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedPack]:
+        """Return index of a pack -> the pack, encoded, for the ``wanted`` packs; on ranks with the first stage."""
+        return {index: model.encode_media(packs[index].to(model.device)) for index in wanted}
 
     def gathered(self, model: Any) -> AbstractContextManager[None]:
         """Return a context in which this rank uses weights outside of the blocks' forwards."""
