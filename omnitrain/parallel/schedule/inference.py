@@ -20,7 +20,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.inference import Inference, T
+from omnitrain.models.omni.inference import Inference, T, encoded_prompts
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.parallel.fsdp.units import gathered
@@ -116,7 +116,7 @@ class InferenceOnRanks(Inference):
 
         def keep(first: int, index: int, given: EncodedPack) -> None:
             if first + index in wanted:
-                found[first + index] = model.encode_media(given)
+                found[first + index] = encoded_prompts(model, given)
 
         for first, batch in self._steps(packs):
             self._run(replace(batch, is_sliced=False), on_encoded=partial(keep, first))
