@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+
+from omnitrain.plan.schedule.generators import Passes
 
 Place = Literal["local", "group", "world"]
 EdgeKind = Literal["forward", "exchange", "message"]
@@ -96,6 +98,7 @@ class Topology:
     # ranks that have samples, directly or from the first stage. The others only encode (sections), and have no packs.
     # Empty: all ranks
     readers: tuple[int, ...] = ()
+    passes: Passes = field(default_factory=Passes)  # of the foundation's pipeline
 
     def __post_init__(self) -> None:
         if not self.data_groups:
