@@ -7,8 +7,7 @@ from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.placement import EdgeKind, Place, Placement, Topology
-from omnitrain.plan.schedule.generators import Passes
+from omnitrain.plan.placement import EdgeKind, PipelineShape, Place, Placement, Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 
@@ -35,7 +34,7 @@ def place_components(
         data_groups=tuple(group for state in sections for group in _groups(state, "data")),
         first_stage=tuple(rank % of_stage if rank in main.ranks else rank for rank in range(main.num_ranks)),
         readers=main.ranks,
-        passes=passes_of(plans[FOUNDATION]),
+        pipeline=pipeline_shape(plans[FOUNDATION]),
     )
 
 
@@ -47,11 +46,13 @@ def place_copies(model: OmniModel, num_ranks: int) -> Topology:
     return Topology(num_ranks, tuple(placements), ("text", *model.decoder_names))
 
 
-def passes_of(plan: ComponentPlan) -> Passes:
+def pipeline_shape(plan: ComponentPlan) -> PipelineShape:
     """Return what decides the forwards and backwards of a foundation with this plan."""
     settings = plan.schedule or PipelineSchedule()
     overlap, extra = bool(settings.overlap), settings.extra_forwards
-    return Passes(settings.resolved_kind, plan.pp or 1, settings.stages_per_rank, settings.group_size, overlap, extra)
+    return PipelineShape(
+        settings.resolved_kind, plan.pp or 1, settings.stages_per_rank, settings.group_size, overlap, extra
+    )
 
 
 def calling_axes(plan: ComponentPlan) -> tuple[str, ...]:

@@ -90,7 +90,7 @@ class StepPlan(StepTables):
     @cached_property
     def schedule(self) -> Schedule:
         """The actions of each pipeline rank in this step, without those of sections."""
-        return table_of(self.topology.passes, self.num_micro_batches, self.topology.components)
+        return table_of(self.topology.pipeline, self.num_micro_batches, self.topology.components)
 
     @cached_property
     def loss_counts(self) -> dict[str, int]:

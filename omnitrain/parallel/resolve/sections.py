@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from omnitrain.errors import ScheduleError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.packages import install_command
-from omnitrain.parallel.placement import passes_of
+from omnitrain.parallel.placement import pipeline_shape
 from omnitrain.parallel.sections.carriers.nixl import nixl_is_installed
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Kind, SectionWindows
@@ -158,7 +158,7 @@ def starving_sections(
         num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
         windows = [full_windows(plan, plans, each, num_micro_batches, decoders) for each in together]
         try:
-            schedule = table_of(passes_of(foundation), num_micro_batches)
+            schedule = table_of(pipeline_shape(foundation), num_micro_batches)
             validate(with_sections(schedule, windows, dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))
         except ScheduleError as error:
             found[str(error)] = None

@@ -13,28 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from omnitrain.errors import ScheduleError
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule
 
 KINDS = ("gpipe", "1f1b", "interleaved", "zbv")
-
-
-class Passes(NamedTuple):
-    """What decides the forwards and backwards of a step, besides its number of micro-batches; see :func:`generate`."""
-
-    kind: str = "1f1b"
-    num_ranks: int = 1
-    num_chunks: int | None = None
-    group_size: int | None = None
-    overlap: bool = False
-    extra_forwards: int = 0
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether actions of their own gather weights, and send between stages."""
-        return self.num_ranks > 1 or self.overlap
 
 
 def stage_of(rank: int, chunk: int, num_ranks: int, *, is_v: bool = False) -> int:

@@ -13,7 +13,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import section_text
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
-from omnitrain.parallel.placement import passes_of, place_components
+from omnitrain.parallel.placement import pipeline_shape, place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
@@ -126,7 +126,7 @@ class _Planned:
 
     def main(self, placements: Iterable[Placement] = ()) -> Schedule:
         """The schedule of the ranks that read packs."""
-        return table_of(passes_of(self.plans[FOUNDATION]), self.number, placements)
+        return table_of(pipeline_shape(self.plans[FOUNDATION]), self.number, placements)
 
 
 def show_schedule(

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.parallel.placement import passes_of
+from omnitrain.parallel.placement import pipeline_shape
 from omnitrain.plan.schedule import table
 from omnitrain.plan.schedule.actions import Kind, Schedule
 from omnitrain.plan.schedule.generators import KINDS
@@ -27,7 +27,7 @@ def _nothing_cached() -> Iterator[None]:
 def test_a_schedule_without_any_one_of_its_actions_is_refused_before_it_runs(
     settings: PipelineSchedule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = table_of(passes_of(ComponentPlan(pp=2, schedule=settings)), 2)
+    whole = table_of(pipeline_shape(ComponentPlan(pp=2, schedule=settings)), 2)
     for rank, row in enumerate(whole.actions):
         for index, action in enumerate(row):
             rows = [list(actions) for actions in whole.actions]
@@ -35,7 +35,7 @@ def test_a_schedule_without_any_one_of_its_actions_is_refused_before_it_runs(
             monkeypatch.setattr(table, "lower", lambda _, rows=rows: whole.with_actions(rows))
             table._complete.cache_clear()
             with pytest.raises(ScheduleError) as caught:
-                table_of(passes_of(ComponentPlan(pp=2, schedule=settings)), 2)
+                table_of(pipeline_shape(ComponentPlan(pp=2, schedule=settings)), 2)
             assert str(action) in str(caught.value), (action, str(caught.value))
 
 
@@ -49,7 +49,7 @@ def test_a_schedule_is_made_and_validated_once_for_each_number_of_micro_batches(
         return lower(schedule)
 
     monkeypatch.setattr(table, "lower", counted)
-    schedules = [table_of(passes_of(ComponentPlan(pp=2)), m) for m in (3, 4, 3, 4, 3)]
+    schedules = [table_of(pipeline_shape(ComponentPlan(pp=2)), m) for m in (3, 4, 3, 4, 3)]
     assert made == [3, 4] and schedules[0] is schedules[2]
     assert any(action.kind is Kind.RECV_F for action in schedules[0].actions[1])
 
@@ -59,7 +59,7 @@ def test_a_rank_reduces_its_first_stage_last(kind: str) -> None:
     """So this stage may own the units that several stages of the rank read."""
     for ranks, chunks, number in product((2, 4), (2, 3) if kind == "interleaved" else (None,), (4, 8, 9)):
         plan = ComponentPlan(pp=ranks, schedule=PipelineSchedule(kind=kind, chunks=chunks))
-        schedule = table_of(passes_of(plan), number)
+        schedule = table_of(pipeline_shape(plan), number)
         for rank, row in enumerate(schedule.actions):
             reduced = [action.stage for action in row if action.kind is Kind.REDUCE]
             assert reduced[-1] == schedule.stages_of(rank)[0]

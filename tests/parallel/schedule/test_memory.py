@@ -71,7 +71,7 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
         saved.append(sum(storages.values()))
 
     def actions_of(number: int) -> list[Action]:
-        row = table_of(layout.topology.passes, number).actions[layout.pipeline.stages.rank]
+        row = table_of(layout.topology.pipeline, number).actions[layout.pipeline.stages.rank]
         return [action for action in row if action.passes]
 
     accumulate_gradients(model, planner(packs(few)), forward_context=counted)

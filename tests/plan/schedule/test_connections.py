@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.parallel.placement import passes_of
+from omnitrain.parallel.placement import pipeline_shape
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
@@ -133,7 +133,7 @@ def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
         for name, own in plans.items()
         if name not in (FOUNDATION, *apart) and (own.encode.window or (pp > 1 and own.place == "world"))
     )
-    main = table_of(passes_of(plans[FOUNDATION]), m, encoders)
+    main = table_of(pipeline_shape(plans[FOUNDATION]), m, encoders)
     windows = [full_windows(plan, plans, name, m, ()) for name in plan.sections]
     return with_sections(main, windows, lambda action: len(action.passes), lambda component, window: 0.5)
 
