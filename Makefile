@@ -44,7 +44,7 @@ test test-second test-slow test-low-bit test-vae test-device-thread test-familie
 test: install
 	@$(BIN)/python -m tests.side_by_side
 
-# Further cases of what `make test` shows once; CI runs them, and so does `make test-slow`.
+# Further cases and longer runs of what `make test` shows; CI runs them, and so does `make test-slow`.
 test-second: install
 	@$(BIN)/python -m tests.side_by_side -m second
 

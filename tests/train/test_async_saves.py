@@ -83,6 +83,7 @@ def runs(tmp_path: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.second
 def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_without_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_the_end_of_the_process_is_told(tmp_path: Path) -> None:
         trainer.fit()
 
 
+@pytest.mark.second
 def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save={"every": 2, "background": True})
 
@@ -174,6 +176,7 @@ def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: P
     assert set(of_run) == {"recipe.yaml", "layout.json", "environment.json"}
 
 
+@pytest.mark.second
 def test_training_waits_where_another_process_cannot_import_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +229,7 @@ def wait_for_its_end(lives: Path) -> None:
                 time.sleep(0.05)
 
 
+@pytest.mark.second
 def test_a_process_that_still_starts_when_its_run_is_killed_ends_and_writes_nothing(
     ranks: RankPool, tmp_path: Path
 ) -> None:

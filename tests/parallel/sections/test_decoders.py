@@ -44,13 +44,14 @@ def sectioned(main: str, **sections: Mapping[str, Any]) -> Layout:
     return replace(parse_layout(main), sections=tuple((name, Section(**of)) for name, of in sections.items()))
 
 
-FAST: list[str | Layout] = ["image_decoder2+dp2.accum2", "image_decoder1.slots1+audio_decoder1.twice+pp2.accum3"]
+FAST: list[str | Layout] = ["image_decoder2+dp2.accum2", "image_decoder1.twice+dp1.accum2"]
 FURTHER = ("dp2.accum3", "hsdp2x1.accum3.recompute", "pp2.accum4", "pp2.v2.accum4")
 WORLD = ("pp2.dp2.accum3", "pp2.v2.dp2.accum4", "pp2.sp2.accum3", "pp2.dp2.zbv.accum4")
 SLOW: list[str | Layout] = [
     *(f"image_decoder1+{main}" for main in ("tp2.accum2", "sp2.accum2", "cp2.accum2", "hsdp2x1.accum2.recompute")),
     *(f"image_decoder1.flight4+{main}" for main in ("pp2.v2.accum4", "pp2.zbv.accum4")),
     "image_decoder1+pp2.gpipe.accum3",
+    "image_decoder1.slots1+audio_decoder1.twice+pp2.accum3",
     "image_decoder1+dp2.accum3.bf16_param",
     *(planned(f"image_decoder1+{main}", foundation={"schedule": {"extra_forwards": 1}}) for main in FURTHER),
     *(
