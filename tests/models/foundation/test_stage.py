@@ -63,7 +63,7 @@ def test_deepstack_levels_are_read_by_the_stage_that_has_their_block() -> None:
     assert isinstance(first, Tensor) and first.shape == (1, pack.num_tokens, 64)
     first.sum().backward()
     assert len(results) == 2 * 3  # of images and of videos: embeddings and two levels
-    for features in encoded.media.native.values():
+    for features in encoded.native.values():
         grads = [tensor.grad for tensor in features.tensors()]
         assert [grad is not None and bool(grad.any()) for grad in grads] == [True, True, False]
 

@@ -15,7 +15,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
@@ -167,9 +167,7 @@ def test_held_out_losses_of_a_decoder_of_a_section_are_those_of_one_process(sect
 
 def test_hidden_states_for_other_ranks_are_in_the_output_of_a_forward() -> None:
     model, drawn = any_to_any(), pack("text_to_image")
-    encoded = model.encode_media(
-        drawn, MicroBatchWork(heads=["image_decoder", "audio_decoder"], apart=["image_decoder"])
-    )
+    encoded = model.encode_media(EncodedPack(drawn, heads=["image_decoder", "audio_decoder"], apart=["image_decoder"]))
     output = model.run_heads(encoded, model.run_foundation(encoded))
     given = output.apart["image_decoder"]
     assert output.losses.keys() == {"text"} and output.hidden is not None
