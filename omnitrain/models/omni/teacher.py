@@ -19,7 +19,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.discovery import refusing
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
 from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.loss.divergence import Divergence, Taught, linear_divergence
@@ -148,7 +148,6 @@ class Teacher(ContainerModel, EncoderMixin):
             self.runner.run(
                 input_ids[:, here],
                 head=head,
-                media=EncodedMedia(),
                 arguments={**whole, "position_ids": positions[:, here]},
                 packed=self.runner.sequence(lengths, input_ids, whole, part),
             )
