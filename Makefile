@@ -31,7 +31,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing into $(VENV)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt $(TORCH)
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	@touch $@
 
 quickstart: install
@@ -44,7 +44,7 @@ test test-second test-slow test-low-bit test-vae test-device-thread test-familie
 test: install
 	@$(BIN)/python -m tests.side_by_side
 
-# Further cases of what `make test` shows once; CI runs them, and so does `make test-slow`.
+# Further cases and longer runs of what `make test` shows; CI runs them, and so does `make test-slow`.
 test-second: install
 	@$(BIN)/python -m tests.side_by_side -m second
 

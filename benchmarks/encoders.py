@@ -200,7 +200,7 @@ def seconds_of_encoder(model: OmniModel, pack: Pack) -> dict[Kind, float]:
     began = time.thread_time()
     encoded = model.encode_media(pack)
     ended = time.thread_time()
-    outputs = [tensor for features in encoded.media.native.values() for tensor in features.tensors()]
+    outputs = [tensor for features in encoded.native.values() for tensor in features.tensors()]
     torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
     found = {Kind.ENCODE: ended - began, Kind.ENCODE_B: time.thread_time() - ended}
     model.zero_grad(set_to_none=True)

@@ -316,7 +316,14 @@ def test_a_model_of_the_hub_is_checked_without_its_weights(here: Path, hub: dict
     assert done.exit_code == 0 and "vision_tower" in done.stdout, done.output
 
 
-@pytest.mark.parametrize("page", ["quickstart.md", "checkpoints.md", "data-preview.md", "recipes.md", "report.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "data-preview.md",
+        "report.md",
+        *(pytest.param(page, marks=pytest.mark.second) for page in ("quickstart.md", "checkpoints.md", "recipes.md")),
+    ],
+)
 def test_the_commands_of_a_page_run_one_after_the_other(here: Path, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process, on a tiny quickstart with its samples' names, two steps, and answers of two tokens."""
     monkeypatch.setattr("omnitrain.recipe.tree._PACKAGE", here)

@@ -121,6 +121,7 @@ def run(name: str, output_dir: Path, *overrides: str) -> set[str]:
     return {".".join(key.split(".")[:2]) if "encoder" in key else key.split(".")[0] for key in moved}
 
 
+@pytest.mark.second
 def test_stages_train_the_projector_then_the_language_model_then_everything(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_two_towers_read_each_image_or_one_where_a_data_set_says_so(tiny: dict[s
     assert moved == {"foundation", "semantic_encoder.projector", "spatial_encoder.projector"}
 
 
+@pytest.mark.second
 def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_language_model_learns_to_write_images_and_is_evaluated_with_guidance(
     assert json.loads((tmp_path / "eval.json").read_text())["losses"]["heads"]["image_decoder"]["tokens"] == 8 * 17
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("flow", ["{width: 16, depth: 1, num_steps: 2}", "{kind: in_context, num_steps: 2}"])
 def test_a_language_model_learns_to_write_latents_and_is_evaluated_with_guidance(
     tiny: dict[str, str], tmp_path: Path, flow: str
@@ -256,6 +259,7 @@ def overrides_of_bagel(tiny: dict[str, str]) -> list[str]:
     ]
 
 
+@pytest.mark.second
 def test_images_are_read_by_their_meaning_and_pixels_and_written_in_context(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -288,6 +292,7 @@ def test_a_model_with_two_image_encoders_and_denoising_in_context_is_verified(
     assert report.ok, [row.reason for row in report.rows]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", [*OMNI, "janus"])
 def test_a_model_that_writes_media_is_trained(tiny: dict[str, str], tmp_path: Path, name: str) -> None:
     overrides = [*overrides_of_omni(tiny, name), f"output_dir={tmp_path}", "train.packs_per_step=8"]
@@ -358,6 +363,7 @@ def test_qwen3_vl_learns_from_films(tiny: dict[str, str], tmp_path: Path) -> Non
     assert Trainer(recipe).fit().step == 2
 
 
+@pytest.mark.second
 def test_a_run_that_may_be_stopped_keeps_its_newest_and_its_best_checkpoint_and_goes_on(
     tiny: dict[str, str], tmp_path: Path
 ) -> None:
@@ -402,6 +408,7 @@ def test_a_language_model_is_pretrained_on_pages_that_are_longer_than_a_pack(tmp
     assert (tmp_path / "run" / "rejected.jsonl").read_text() == ""  # held-out pages have a loss, and ask nothing
 
 
+@pytest.mark.second
 def test_a_mixture_of_shards_texts_and_parquet_changes_its_weights_at_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,6 +466,7 @@ def test_rows_and_calls_of_the_tower_lie_on_several_ranks(
     assert run_on_ranks(ranks, 2, "long_documents", overrides) == [2] * 2
 
 
+@pytest.mark.second
 def test_stages_of_a_pipeline_train_interleaved(ranks: RankPool, tiny: dict[str, str], tmp_path: Path) -> None:
     parts = [f"model.foundation={tiny['deep']}", f"model.encoders.image_encoder.tower={tiny['siglip']}"]
     parts += ["model.encoders.image_encoder.projector.factor=2", f"data.train=[{{path: {tiny['images']}}}]"]

@@ -127,6 +127,7 @@ def test_a_recipe_names_a_model_of_the_published_size(name: str) -> None:
     assert sizes == SIZES[name]
 
 
+@pytest.mark.second
 def test_the_layout_on_1024_ranks_is_one_that_the_model_allows(capsys: pytest.CaptureFixture[str]) -> None:
     widths = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_attention_heads": 4}
     widths |= {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}

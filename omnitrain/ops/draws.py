@@ -9,6 +9,7 @@ that any rank, pack or batch that has the seed draws the same ones.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omnitrain.ops.device import mixed_seed, seed_device
-
 _STEP, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # of splitmix64
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed ``device`` and the host; ``torch.manual_seed`` would also record a stack for each missing accelerator."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def mixed_seed(*parts: int | str) -> int:
+    """Return a seed of 64 bits for numbers or names; seeds of near numbers have nothing in common."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little")
 
 
 def uniforms(seeds: Tensor, width: int, stream: int = 0) -> Tensor:

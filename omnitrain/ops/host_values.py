@@ -44,6 +44,12 @@ class _Values:
         return self._values
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to ``device``. A blocking copy to a GPU would wait for all its queued work."""
+    there = tensor.to(device, non_blocking=device.type == "cuda")
+    return there if there is tensor else remember(there, tensor)
+
+
 def remember(tensor: Tensor, values: Tensor) -> Tensor:
     """Return ``tensor``, and remember that it has the integers ``values`` of the host."""
     if _is_exact(values) and not tensor.is_inference():
@@ -158,7 +164,7 @@ class _ReadsOnHost(TorchFunctionMode):
             setattr(made, _VALUES, _Values(version_of(made), compute))
 
     def _sent(self, values: Tensor) -> Tensor:
-        return remember(values.to(self._device, non_blocking=True), values)
+        return to_device(values, self._device)
 
     def _positions(self, index: Any) -> Any:
         """An index with positions in place of known masks."""

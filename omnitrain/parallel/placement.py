@@ -7,8 +7,9 @@ from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.state import ParallelState
-from omnitrain.plan.placement import EdgeKind, Place, Placement, Topology
+from omnitrain.plan.placement import EdgeKind, PipelineShape, Place, Placement, Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan
+from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def place_components(
@@ -33,6 +34,7 @@ def place_components(
         data_groups=tuple(group for state in sections for group in _groups(state, "data")),
         first_stage=tuple(rank % of_stage if rank in main.ranks else rank for rank in range(main.num_ranks)),
         readers=main.ranks,
+        pipeline=pipeline_shape(plans[FOUNDATION]),
     )
 
 
@@ -42,6 +44,15 @@ def place_copies(model: OmniModel, num_ranks: int) -> Topology:
     names = (*model.media_names, FOUNDATION)
     placements = [Placement(**_facts_of(model, name), ranks=ranks, num_replicas=num_ranks) for name in names]
     return Topology(num_ranks, tuple(placements), ("text", *model.decoder_names))
+
+
+def pipeline_shape(plan: ComponentPlan) -> PipelineShape:
+    """Return what decides the forwards and backwards of a foundation with this plan."""
+    settings = plan.schedule or PipelineSchedule()
+    overlap, extra = bool(settings.overlap), settings.extra_forwards
+    return PipelineShape(
+        settings.resolved_kind, plan.pp or 1, settings.stages_per_rank, settings.group_size, overlap, extra
+    )
 
 
 def calling_axes(plan: ComponentPlan) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -80,6 +80,25 @@ class CallSite:
     name: str
 
 
+class PipelineShape(NamedTuple):
+    """What decides the forwards and backwards of a step, besides its number of micro-batches.
+
+    Fields as the arguments of :func:`~omnitrain.plan.schedule.generators.generate`.
+    """
+
+    kind: str = "1f1b"
+    num_ranks: int = 1
+    num_chunks: int | None = None
+    group_size: int | None = None
+    overlap: bool = False
+    extra_forwards: int = 0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether actions of their own gather weights, and send between stages."""
+        return self.num_ranks > 1 or self.overlap
+
+
 @dataclass(frozen=True)
 class Topology:
     """Components and ranks of a run; equal on all ranks. A ValueError lists all problems of ranks, names and places."""
@@ -96,6 +115,7 @@ class Topology:
     # ranks that have samples, directly or from the first stage. The others only encode (sections), and have no packs.
     # Empty: all ranks
     readers: tuple[int, ...] = ()
+    pipeline: PipelineShape = field(default_factory=PipelineShape)  # of the foundation
 
     def __post_init__(self) -> None:
         if not self.data_groups:

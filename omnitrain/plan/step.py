@@ -12,6 +12,8 @@ import numpy as np
 from omnitrain.plan.balance import assign_by_cost
 from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.ragged import ranges, runs_within
+from omnitrain.plan.schedule.actions import Schedule
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.tables import StepTables
 
 
@@ -84,6 +86,11 @@ class StepPlan(StepTables):
     def num_micro_batches(self) -> int:
         """Number of micro-batches of every rank."""
         return len(self.counts)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The actions of each pipeline rank in this step, without those of sections."""
+        return table_of(self.topology.pipeline, self.num_micro_batches, self.topology.components)
 
     @cached_property
     def loss_counts(self) -> dict[str, int]:

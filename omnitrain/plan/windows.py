@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -14,10 +14,9 @@ from omnitrain.plan.placement import Placement, Topology
 from omnitrain.plan.schedule.actions import ENCODES, Action, Kind, Schedule
 from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.simulate import simulate
+from omnitrain.plan.schedule.table import only_passes
 from omnitrain.plan.step import plan_step
 from omnitrain.plan.tables import StepTables
-
-Passes = Callable[[int], Schedule]
 
 
 @dataclass(frozen=True)
@@ -40,18 +39,19 @@ class WindowChoice:
 class WindowChooser:
     """Choose the windows of each step, equally on all ranks.
 
-    ``choices``: components whose windows depend on the step. ``passes``: number of micro-batches -> forwards and
-    backwards. ``num_parameters``: component -> active parameters per token, from which ``auto`` estimates times.
+    ``choices``: components whose windows depend on the step. ``num_parameters``: component -> active parameters per
+    token, from which ``auto`` estimates times.
     """
 
-    def __init__(self, choices: Sequence[WindowChoice], passes: Passes, num_parameters: Mapping[str, int]) -> None:
-        self.choices, self.passes, self.num_parameters = tuple(choices), passes, dict(num_parameters)
+    def __init__(self, choices: Sequence[WindowChoice], num_parameters: Mapping[str, int]) -> None:
+        self.choices, self.num_parameters = tuple(choices), dict(num_parameters)
 
     def __call__(self, topology: Topology, tables: StepTables) -> Topology:
         """Return the topology with the windows of this step; UserError: a micro-batch's features are above a limit."""
         number = len(tables.counts)
         for choice in self.choices if number else ():
-            passes, features = self.passes(number), features_of(topology, tables, choice.component)
+            passes = only_passes(topology.pipeline, number)
+            features = features_of(topology, tables, choice.component)
             sizes = _sizes(number, choice)
             if choice.max_bytes is not None:
                 is_trained = topology.component(choice.component).is_trained
@@ -69,7 +69,7 @@ class WindowChooser:
 
     def _seconds(self, topology: Topology, tables: StepTables, component: str, size: int) -> float:
         """Estimate the time of a step, in operations: parameters times tokens, and twice as many in a backward."""
-        passes = self.passes(len(tables.counts))
+        passes = only_passes(topology.pipeline, len(tables.counts))
         planned = _with_window(topology, component, size)
         loads = plan_step(planned, tables).loads(component).max(axis=1)
         items = topology.items_of(component, tables.slot)

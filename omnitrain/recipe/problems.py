@@ -111,7 +111,10 @@ def _line(spot: _Spot, details: list[ErrorDetails], root: type[BaseModel]) -> st
     first = details[0]
     kind, found = first["type"], first["input"]
     if kind == _UNKNOWN:
-        return f"{path}: unknown key, found {_shown(found)}; {_meant(str(spot.path[-1]), _fields(spot.node), root)}"
+        advice = _meant(str(spot.path[-1]), _fields(spot.node), root)
+        if spot.path[:2] == ("parallel", "components"):
+            advice = advice.replace("`parallel.default.", f"`parallel.components.{spot.path[2]}.")
+        return f"{path}: unknown key, found {_shown(found)}; {advice}"
     if kind == "missing":
         name = str(spot.path[-1])
         texts = descriptions(spot.node) if _fields(spot.node) else {}  # an entry of a tuple has none

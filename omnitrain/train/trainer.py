@@ -19,7 +19,7 @@ from torch.profiler import record_function
 from omnitrain.data.loading.loader import StepLoader
 from omnitrain.errors import TrainingError, UserError
 from omnitrain.models.omni.summary import component_rows
-from omnitrain.ops.device import mixed_seed, seed_device
+from omnitrain.ops.draws import mixed_seed, seed_device
 from omnitrain.optim.adamw import learning_rate
 from omnitrain.optim.ema import AveragedWeights
 from omnitrain.optim.gradients import clip_gradients

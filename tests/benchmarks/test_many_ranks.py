@@ -23,7 +23,7 @@ def figures() -> Iterator[dict[str, float]]:
         yield many_ranks.measure([64, 256], rounds=1).figures
 
 
-@pytest.mark.parametrize("part", ["step", "start", "line", "save"])
+@pytest.mark.parametrize("part", [pytest.param("step", marks=pytest.mark.second), "start", "line", "save"])
 def test_nothing_that_a_rank_sends_or_holds_grows_faster_than_the_number_of_ranks(
     figures: dict[str, float], part: str
 ) -> None:

@@ -126,6 +126,8 @@ show deep.yaml --schedule parallel.default.pp=2 --forward=-1
     2  --forward: found -1; expected a number of seconds above 0
 check R parallel.default.precision.param=bfloat16
     2  trainable tensors are not float32...leave precision.param of the plan unset, or set `memory.offload
+check R parallel.components.foundation.lora.r=4
+    2  parallel.components.foundation.lora.r: unknown key, found 4; use `parallel.components.foundation.lora.rank`
 check R parallel.components.fundation.mode=replicate
     2  parallel.components.fundation: unknown component; did you mean `foundation`?
 

@@ -331,6 +331,9 @@ def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch
     assert (given["image"], given["audio"], given["prompt"]) == (["a.png", "b.png"], [], "draw")
     assert (given["checkpoint"], given["output_dir"], given["seed"]) == (Path("run"), Path("out"), 3)
     assert given["temperature"] == 0.0
+    monkeypatch.setattr(Answerer, "answer", lambda self, prompt, media: (None, [""]))
+    said = call("generate", "run", "--prompt", "draw")
+    assert said.stderr == f"omnitrain: the answer is empty: the model ended it at its first token\nomnitrain: {cut}\n"
 
 
 def test_schema_and_doctor_print_and_exit_0() -> None:

@@ -24,7 +24,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.samples import Probe, probe_samples
 from omnitrain.models.contract.tiny_model import init_peaked_
 from omnitrain.models.discovery import MediaFeatures, config_nodes, discover, override
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.hf.compute_dtype import stays_fp32
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
@@ -108,8 +108,8 @@ def our_logits(model: OmniModel, pack: Pack, *, packed: bool = True) -> dict[int
     """Sample index -> ``[T, vocabulary]``, of the forward that training runs: as a packed sequence, or unpacked."""
     runner = model.runner
     sequence = PackedSequence(tuple(pack.cu_seqlens.tolist())) if packed else None
-    media = EncodedMedia(runner.encode(pack))
-    logits = runner.run_pack(pack, media, lambda hidden, head: type(head).forward(head, hidden), sequence).logits[0]
+    encoded = EncodedPack(pack, runner.encode(pack))
+    logits = runner.run_pack(encoded, lambda hidden, head: type(head).forward(head, hidden), sequence).logits[0]
     return dict(zip(pack.info.indices, logits.split(pack.info.lengths), strict=True))
 
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.encode import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 
@@ -48,11 +48,11 @@ def detached(encoded: EncodedPack) -> tuple[EncodedPack, list[tuple[Tensor, Tens
 
     native = {
         name: features.with_tensors([leaf(tensor) for tensor in features.tensors()], features.counts)
-        for name, features in encoded.media.native.items()
+        for name, features in encoded.native.items()
     }
-    inserted = [(positions, leaf(embeddings)) for positions, embeddings in encoded.media.inserted]
+    inserted = [(positions, leaf(embeddings)) for positions, embeddings in encoded.inserted]
     idle = [leaf(tensor) for tensor in encoded.idle]
-    return replace(encoded, media=replace(encoded.media, native=native, inserted=inserted), idle=idle), pairs
+    return replace(encoded, native=native, inserted=inserted, idle=idle), pairs
 
 
 class InFlight:

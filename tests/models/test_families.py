@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.contract.tiny_model import init_peaked_
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.memory.recompute import recompute_blocks
 from tests.families import AUDIO_FAMILIES, FAMILIES
@@ -134,8 +134,7 @@ def test_rows_put_into_a_frozen_foundation_get_the_gradient_of_plain_transformer
     pack = both.packs_of_one()[2]
     rows = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(2, 6)
-    media = EncodedMedia(inserted=[(positions, rows)])
-    both.ours.runner.text_loss(pack, media)[0].sum.backward()
+    both.ours.runner.text_loss(EncodedPack(pack, inserted=[(positions, rows)]))[0].sum.backward()
 
     embeds = both.plain.get_input_embeddings()(pack.input_ids).detach()
     plain_rows = rows.detach().clone().requires_grad_()

@@ -202,6 +202,7 @@ def test_an_image_of_an_answer_is_trained_as_its_processor_writes_it_and_one_of_
     assert model(Pack.from_samples([sample])).losses["text"].count == sample.loss_mask.sum()
 
 
+@pytest.mark.second
 def test_an_export_has_the_names_of_its_source_and_equal_logits(tmp_path: Path) -> None:
     plain, source = emu3(), tmp_path / "source"
     plain.save_pretrained(source)
@@ -227,6 +228,7 @@ def refused_on_stages() -> str:
     return str(told.value)
 
 
+@pytest.mark.second
 def test_a_plan_in_which_no_rank_has_all_codes_refuses_their_rows_in_words(ranks: RankPool) -> None:
     """Also of a processor that the user has made."""
     for told in ranks.run(refused_on_stages, world=2, timeout_s=60):

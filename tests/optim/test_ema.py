@@ -64,7 +64,9 @@ def averaged_by_hand(recipe: Path, overrides: Sequence[str], file: Path, resume:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "steps"), [(2, 1, 4), pytest.param(4, 2, 50, marks=pytest.mark.slow)], ids=["dp2", "dp4"]
+    ("before", "after", "steps"),
+    [pytest.param(2, 1, 4, marks=pytest.mark.second), pytest.param(4, 2, 50, marks=pytest.mark.slow)],
+    ids=["dp2", "dp4"],
 )
 def test_averages_are_those_by_hand_also_when_a_run_resumes_on_fewer_ranks(
     ranks: RankPool, tmp_path: Path, before: int, after: int, steps: int

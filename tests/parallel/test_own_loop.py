@@ -128,6 +128,7 @@ def loss_and_norm_of_images(factory: Callable[[], PreTrainedModel]) -> tuple[flo
     return loss.item(), ot.clip_gradients(model.parameters(), None).item()
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("factory", [llava, lfm2_vl])
 def test_towers_with_code_of_their_own_around_them_train_sharded(
     ranks: RankPool, factory: Callable[[], PreTrainedModel]
@@ -201,6 +202,7 @@ def found_from_meta(folder: Path, damaged: Path, without: Path) -> tuple[list[tu
     return found, refused
 
 
+@pytest.mark.second
 def test_adapters_of_a_checkpoint_come_with_weights_path_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
     folder, damaged, without = (tmp_path / name for name in ("adapted", "damaged", "plain"))
     qwen3_moe_with_adapters().save_pretrained(folder)

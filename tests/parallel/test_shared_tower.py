@@ -86,6 +86,7 @@ def rows_between_blocks(drawn: list[list[Sample]]) -> tuple[list[int], list[bool
     return rows, [not call.items for call in calls], has_exchange(batch.plan, "image_encoder", 0, state.rank)
 
 
+@pytest.mark.second
 def test_each_rank_runs_the_blocks_over_its_part_of_every_item(ranks: RankPool) -> None:
     (image,) = (sample for sample in samples_of("qwen2_5_vl") if [s.component for s in sample.spans] == IMAGE)
     text = samples_of("qwen2_5_vl")[0]

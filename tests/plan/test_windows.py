@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from omnitrain.plan import (
     decode_tables,
     encode_table,
 )
+from omnitrain.plan.placement import PipelineShape
 from omnitrain.plan.schedule.generators import generate
 from omnitrain.plan.windows import WindowChoice, WindowChooser, features_of, peak
 
@@ -31,7 +31,8 @@ def topology(ranks: int = 2) -> Topology:
     tower = Placement("tower", everyone, ("image",), place="world", window=None)
     foundation = Placement("foundation", everyone[:ranks], reads_packs=True)
     first_stage = tuple(rank % ranks for rank in everyone)
-    return Topology(len(everyone), (tower, foundation), ("text",), first_stage=first_stage)
+    pipeline = PipelineShape(num_ranks=STAGES)
+    return Topology(len(everyone), (tower, foundation), ("text",), first_stage=first_stage, pipeline=pipeline)
 
 
 def tables(given: Topology, features: np.ndarray) -> StepTables:
@@ -47,7 +48,7 @@ def micro_batch(features: int) -> MicroBatchFacts:
 
 def chooser(window: Window, limit: int | None, parameters: int = 1) -> WindowChooser:
     choice = WindowChoice("tower", window, BYTES, limit)
-    return WindowChooser([choice], partial(generate, "1f1b", STAGES), {"tower": parameters, "foundation": 1})
+    return WindowChooser([choice], {"tower": parameters, "foundation": 1})
 
 
 def chosen(window: Window, limit: int | None, features: np.ndarray) -> int | None:

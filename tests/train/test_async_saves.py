@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
@@ -83,6 +86,7 @@ def runs(tmp_path: Path) -> list[list[str]]:
     ]
 
 
+@pytest.mark.second
 def test_checkpoints_are_those_of_a_run_that_waits_and_losses_those_of_a_run_without_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +146,25 @@ def test_a_failure_ends_the_run_at_the_next_step_and_it_goes_on_from_the_checkpo
     resumed.fit()
 
 
+def test_a_wait_for_the_checkpoint_before_is_told_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks: Any = SimpleNamespace(peers=SimpleNamespace(any_of_each=list), is_first=True)
+    store: Any = SimpleNamespace(folder_of=str)
+    saver = save.Saver(SimpleNamespace(store=store), ranks, None, None, {}, in_background=True)  # type: ignore[arg-type]
+    saver._begun, saver._writer = 10, SimpleNamespace(is_writing=True, error=None)  # type: ignore[assignment]
+    seconds = itertools.count()
+
+    def sleep(_: float) -> None:
+        if next(seconds) > 5:
+            saver._writer.is_writing = False  # type: ignore[union-attr, misc]
+
+    clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=sleep)
+    monkeypatch.setattr(save, "time", clock)
+    assert saver.finish() == "10"
+    assert capsys.readouterr().out == "waiting until the checkpoint of step 10 is written\n"
+
+
 def test_the_process_leaves_the_cores_to_the_ranks() -> None:
     """In a session of its own, Linux would give it the cores of all ranks together, whatever its priority."""
     with contextlib.closing(writer.CheckpointWriter(open_rendezvous())) as started:
@@ -158,6 +181,7 @@ def test_the_end_of_the_process_is_told(tmp_path: Path) -> None:
         trainer.fit()
 
 
+@pytest.mark.second
 def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True, steps=9, save={"every": 2, "background": True})
 
@@ -174,6 +198,7 @@ def test_an_error_of_the_run_lets_a_checkpoint_be_written_to_its_end(tmp_path: P
     assert set(of_run) == {"recipe.yaml", "layout.json", "environment.json"}
 
 
+@pytest.mark.second
 def test_training_waits_where_another_process_cannot_import_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +251,7 @@ def wait_for_its_end(lives: Path) -> None:
                 time.sleep(0.05)
 
 
+@pytest.mark.second
 def test_a_process_that_still_starts_when_its_run_is_killed_ends_and_writes_nothing(
     ranks: RankPool, tmp_path: Path
 ) -> None:

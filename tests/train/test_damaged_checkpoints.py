@@ -108,6 +108,7 @@ def test_all_ranks_take_the_same_checkpoint_whichever_of_them_reads_the_damaged_
             assert ranks.run(intact_on_a_rank, tmp_path, timeout_s=60, world=2) == ["step-00000001"] * 2
 
 
+@pytest.mark.second
 def test_auto_resume_starts_continues_and_refuses_what_is_not_its_own(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True, steps=2)
     folder = tmp_path / "run"

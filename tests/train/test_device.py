@@ -127,6 +127,7 @@ def test_a_component_computes_as_its_own_plan_says() -> None:
         )
 
 
+@pytest.mark.second
 def test_a_process_alone_computes_in_bf16_where_it_is_told_to_and_says_so(tmp_path: Path) -> None:
     """On CPU; weights are fp32, losses those of fp32 up to rounding."""
     losses = {}

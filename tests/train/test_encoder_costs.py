@@ -60,6 +60,7 @@ def costs_of_steps(
     return costs, measured
 
 
+@pytest.mark.second
 def test_costs_are_measured_once_and_a_resumed_run_plans_the_same(ranks: RankPool, tmp_path: Path) -> None:
     unused = FAST["UNUSED_STEPS"]
     recipe = tiny_recipe(tmp_path)

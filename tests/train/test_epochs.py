@@ -25,6 +25,7 @@ def lines(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.second
 def test_a_run_of_epochs_draws_its_rows_so_many_times_in_steps_of_so_many_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,6 +52,7 @@ def test_epochs_of_few_rows_in_many_packs_are_counted(tmp_path: Path) -> None:
     assert (last["samples"], last["epoch"], last["step"]) == (3 * 40, 3, recipe.train.steps)
 
 
+@pytest.mark.second
 def test_samples_and_seconds_go_on_in_a_resumed_run(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, text_only=True, steps=2)
     Trainer(Recipe.load(str(path))).fit()
@@ -76,6 +78,7 @@ def test_all_ranks_count_the_same_steps(ranks: RankPool, tmp_path: Path) -> None
     assert found == [(train.steps, train.packs_per_step)] * 2 and train.packs_per_step > 1
 
 
+@pytest.mark.second
 def test_the_command_line_counts_before_it_starts(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, text_only=True)
     overrides = ["train.steps=1000", "train.epochs=1"]

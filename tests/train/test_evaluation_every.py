@@ -27,6 +27,7 @@ def lines(run: Path, name: str = "metrics") -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.second
 def test_answers_and_scores_during_a_run_change_nothing_of_its_training(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, evaluated=True, steps=5)
     Trainer(Recipe.load(str(path), [f"output_dir={tmp_path / 'plain'}"])).fit()
@@ -58,6 +59,7 @@ def score(answers: list[Answered]) -> dict[str, float]:
     return {"answers": float(len(answers))}
 
 
+@pytest.mark.second
 def test_a_session_shows_answers_beside_their_references_and_goes_on_if_it_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

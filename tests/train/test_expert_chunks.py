@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from omnitrain.parallel.spawn.pool import RankPool
@@ -39,6 +40,7 @@ def kept(run: Path, step: int) -> tuple[Any, Any]:
     return Recipe.load(str(run / "recipe.yaml")).parallel.of("foundation").experts.chunks, state["expert_chunks"]
 
 
+@pytest.mark.second
 def test_the_number_of_chunks_is_measured_once_and_changes_no_loss(ranks: RankPool, tmp_path: Path) -> None:
     recipe, run = tiny_moe_recipe(tmp_path), tmp_path / "run"
     less, more = ([*AUTO, SAME_RATE, f"train.steps={steps}"] for steps in (MEASURED + 1, MEASURED + 3))

@@ -67,7 +67,7 @@ def fit_and_fail(recipe: Path, overrides: list[str], phase: str) -> None:
     ("phase", "world"),
     [
         ("forward", 2),
-        ("backward", 2),
+        pytest.param("backward", 2, marks=pytest.mark.second),
         *(pytest.param(phase, 4, marks=pytest.mark.slow) for phase in PLACES),
     ],
 )

@@ -66,6 +66,7 @@ def test_a_disk_that_becomes_read_only_ends_the_run_which_goes_on_from_its_last_
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.second
 def test_a_clock_that_jumps_changes_neither_what_is_saved_nor_what_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ def shared(first: Path, second: Path) -> set[str]:
     return {path.name for path in first.glob("*") if path.samefile(second / path.name)}
 
 
+@pytest.mark.second
 def test_files_without_a_weight_that_trains_are_linked_and_all_files_are_as_without_links(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

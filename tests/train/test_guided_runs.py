@@ -52,6 +52,7 @@ def test_ranks_drop_the_same_conditions_and_answer_alike(
     assert first.scores["sum"] == alone.scores["sum"] > 0
 
 
+@pytest.mark.second
 def test_a_checkpoint_tells_that_it_may_be_guided(one: tuple[Path, RunSummary], tmp_path: Path) -> None:
     run = one[0].parent / "one"
     assert json.loads((one[1].checkpoint / "config.json").read_text())["condition_dropout"] is True

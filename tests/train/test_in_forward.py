@@ -38,6 +38,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.second
 def test_a_recipe_checks_trains_and_answers(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loaded = Recipe.load(str(recipe))
     assert check_recipe(loaded) == []

@@ -58,6 +58,7 @@ def test_ranks_give_the_same_rates_to_the_same_parameters(ranks: RankPool, tmp_p
     assert len(alone) == 3 and ranks.run(sizes, recipe, timeout_s=60, world=2) == [alone] * 2
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [

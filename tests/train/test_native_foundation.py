@@ -53,6 +53,7 @@ def recipe(tmp_path: Path) -> Recipe:
     return Recipe.load(str(path))
 
 
+@pytest.mark.second
 def test_a_recipe_trains_a_whole_hf_model_by_its_own_processor(recipe: Recipe) -> None:
     recipe.model.freeze = ["image_encoder"]
     trainer = Trainer(recipe)

@@ -99,6 +99,7 @@ def test_it_trains_as_the_loop_of_pieces_to_the_bit_and_on_two_ranks_as_in_one_p
         assert largest_difference(tmp_path / name, tmp_path / "one") < 1e-4
 
 
+@pytest.mark.second
 def test_an_hf_model_trains_on_a_file_with_its_optimizer_in_host_memory(tmp_path: Path) -> None:
     """Its weights come from its folder, its samples from its processor; norms and biases have no weight decay."""
     source = tmp_path / "llava"

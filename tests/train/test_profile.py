@@ -15,6 +15,7 @@ from omnitrain.train.profile import profile_recipe
 from tests.tiny import tiny_recipe
 
 
+@pytest.mark.second
 def test_the_profile_of_the_quickstart_has_its_table_its_files_and_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -46,6 +47,7 @@ def test_the_profile_of_the_quickstart_has_its_table_its_files_and_no_run(
     assert "What a step costs" in said and "everything else" in said and f"MFU {line['mfu']:.1%}" in said
 
 
+@pytest.mark.second
 def test_ranks_write_a_trace_each_and_what_is_computed_again_is_told(ranks: RankPool, tmp_path: Path) -> None:
     overrides = ["train.packs_per_step=2", "parallel.default.memory.recompute=full"]
     recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), overrides)

@@ -72,6 +72,7 @@ def test_the_script_of_the_page_learns_its_rows_by_heart_and_saves_what_it_learn
     assert len(printed.getvalue().splitlines()) == 2 and losses["heads"]["text"]["loss"] < 0.5
 
 
+@pytest.mark.second
 def test_the_script_of_the_page_trains_on_ranks_with_unequal_numbers_of_packs_as_in_one_process(
     folder: Path, ranks: RankPool
 ) -> None:
@@ -98,6 +99,7 @@ def train_on_any_dataset(folder: Path, **settings: int) -> tuple[dict[str, torch
     return whole_tensors(dict(model.named_parameters())), losses, state
 
 
+@pytest.mark.second
 def test_any_dataset_trains_on_two_ranks_as_in_one_process(folder: Path, ranks: RankPool) -> None:
     settings = {"epochs": 3, "micro_batch_size": 1, "global_batch_size": 2}
     weights, losses, state = train_on_any_dataset(folder, **settings)

@@ -182,6 +182,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(ranks: RankPool, recipe: Pat
     assert_same_run(tmp_path / "run", recipe.parent / "one")
 
 
+@pytest.mark.second
 def test_a_run_on_a_pipeline_is_the_run_of_one_process_and_goes_on_there(
     ranks: RankPool, recipe: Path, tmp_path: Path
 ) -> None:
@@ -213,7 +214,7 @@ STAGES_IN_TURN = ["parallel.components.foundation.pp=2", "parallel.components.fo
 @pytest.mark.parametrize(
     ("world", "then"),
     [
-        pytest.param(2, {"one": (1, [])}, id="pp2.v2"),
+        pytest.param(2, {"one": (1, [])}, id="pp2.v2", marks=pytest.mark.second),
         pytest.param(
             4,
             {"dp4": (4, []), "pp4": (4, ["parallel.components.foundation.pp=4"]), "one": (1, [])},
@@ -328,7 +329,9 @@ def test_a_trainer_goes_on_where_ctrl_c_ended_it(ranks: RankPool, text_recipe: P
 
 
 @pytest.mark.parametrize(
-    ("axis", "stops"), [("tp", [2]), pytest.param("pp", [1, 3], marks=pytest.mark.slow)], ids=["tp", "pp"]
+    ("axis", "stops"),
+    [pytest.param("tp", [2], marks=pytest.mark.second), pytest.param("pp", [1, 3], marks=pytest.mark.slow)],
+    ids=["tp", "pp"],
 )
 def test_a_run_of_adapters_goes_on_without_the_ranks_that_cut_its_matrices_or_its_blocks(
     ranks: RankPool, text_recipe: Path, tmp_path: Path, axis: str, stops: list[int]
@@ -399,7 +402,7 @@ ON_VISION_RANK = "parallel.sections={vision: {components: [image_encoder], ranks
 @pytest.mark.parametrize(
     ("world", "micro_batches", "overrides"),
     [
-        (3, 4, []),
+        pytest.param(3, 4, [], marks=pytest.mark.second),
         pytest.param(4, 5, ["parallel.components.foundation.pp=2"], marks=pytest.mark.slow),
         pytest.param(4, 4, [ON_VISION_RANK], marks=pytest.mark.slow),
         pytest.param(4, 3, [], marks=pytest.mark.slow),
@@ -462,6 +465,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused_before_the_first_step(
     ]
 
 
+@pytest.mark.second
 def test_a_failing_scorer_ends_all_ranks(ranks: RankPool, text_recipe: Path, tmp_path: Path) -> None:
     scorer = tmp_path / "scorer.py"
     scorer.write_text("def score(answers):\n    raise RuntimeError('no score today')\n")
@@ -487,6 +491,7 @@ def test_a_row_that_fails_on_some_ranks_ends_all_of_them(
     assert "TrainingError: the data failed on another rank" in str(failure.value)
 
 
+@pytest.mark.second
 def test_ranks_count_and_list_the_rows_that_they_reject_as_one_process_does(ranks: RankPool, tmp_path: Path) -> None:
     """Two ranks begin the run, and three go on."""
     recipe, rows = tiny_recipe(tmp_path, text_only=True, steps=8), [tiny_row("text", seed) for seed in range(48)]
@@ -538,6 +543,7 @@ def seeded_noise(recipe: Path, overrides: Sequence[str], resume: bool) -> list[f
     return drawn
 
 
+@pytest.mark.second
 def test_random_numbers_of_a_step_do_not_depend_on_resuming(text_recipe: Path, tmp_path: Path) -> None:
     whole = seeded_noise(text_recipe, [f"output_dir={tmp_path / 'a'}"], False)
     first = seeded_noise(text_recipe, [f"output_dir={tmp_path / 'b'}", "train.steps=2"], False)

@@ -56,6 +56,7 @@ def test_a_run_that_ctrl_c_cut_resumes_as_if_never_cut(tmp_path: Path) -> None:
     assert all(torch.equal(weight, whole[name]) for name, weight in weights(tmp_path / "run").items())
 
 
+@pytest.mark.second
 def test_a_line_over_steps_before_and_behind_a_resume_counts_all_of_them(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path, steps=4, save={"every": 2}, log_every=4))
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -259,6 +260,7 @@ def test_a_run_clears_what_a_crashed_save_left_in_its_own_folder(
 FROZEN = "parallel.components.image_encoder.freeze=true"
 
 
+@pytest.mark.second
 def test_a_continued_run_of_adapters_is_the_uninterrupted_one_and_its_base_is_left_as_it_was(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, steps=2)
     plan = "parallel.components.foundation.lora={targets: [q_proj, v_proj], rank: 4}"

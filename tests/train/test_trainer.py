@@ -55,6 +55,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return dict(OmniModel.from_pretrained(checkpoint).state_dict())
 
 
+@pytest.mark.second
 def test_two_runs_with_one_seed_give_the_same_losses_and_another_seed_others(tmp_path: Path) -> None:
     recipe = tiny_recipe(tmp_path, text_only=True)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -95,6 +96,7 @@ def test_metrics_split_losses_and_tokens_by_head_and_source(tmp_path: Path) -> N
     assert line["tokens_per_second"] > 0 and 0 <= line["data_wait"] <= 1 and line["grad_norm"] > 0
 
 
+@pytest.mark.second
 def test_ops_and_compile_are_chosen_in_the_recipe_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omnitrain.train.prepare.compile_blocks", partial(compile_blocks, backend="eager"))
     plain, one_block = tiny_recipe(tmp_path, steps=3), "model.foundation.config.num_hidden_layers=1"
@@ -132,6 +134,7 @@ def test_auto_compiles_on_cuda_where_the_plan_allows_it(
     assert is_compiled(recipe, torch.device(device)) is compiles
 
 
+@pytest.mark.second
 def test_leaving_out_rows_that_no_head_reads_changes_no_loss(tmp_path: Path) -> None:
     plain = tiny_recipe(tmp_path, steps=3)
     Trainer(load(plain, f"output_dir={tmp_path / 'plain'}", "model.ops.unread_rows=torch")).fit()
@@ -191,6 +194,7 @@ def spoil_a_sample(trainer: Trainer, step: int) -> list[str]:
     return names
 
 
+@pytest.mark.second
 def test_steps_before_a_nan_are_saved_and_continued_exactly(tmp_path: Path) -> None:
     """The broken step leaves nothing in the sums of losses that the next line of metrics shows."""
     recipe = load(tiny_recipe(tmp_path, text_only=True, steps=6, log_every=2))
@@ -282,6 +286,7 @@ def test_a_run_saves_every_ten_minutes_and_leaves_space_for_its_last_checkpoint(
     assert ("step 2 is not saved, because the disk" in told) == (checkpoints_that_fit == 1)
 
 
+@pytest.mark.second
 def test_the_checkpoint_with_the_lowest_held_out_loss_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run compares with the checkpoints of earlier starts."""
     losses = iter([5.0, 1.0, 3.0, 2.0, 4.0, 1.5])
@@ -341,6 +346,7 @@ def test_evaluation_scores_answers_and_writes_samples(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "samples" / "video_to_text_1_prompt_0.webp").is_file()
 
 
+@pytest.mark.second
 def test_held_out_losses_on_the_way_change_nothing_of_the_training(tmp_path: Path) -> None:
     plain = load(
         tiny_recipe(tmp_path, evaluated=True, text_only=True),
@@ -400,6 +406,7 @@ def test_a_run_says_how_many_rows_it_skips_and_where_it_is_saved(tmp_path: Path)
     assert json.loads(last)["rejected_reasons"] == {"image_to_text": {reason: 1}}
 
 
+@pytest.mark.second
 def test_a_finished_run_answers_prompts_on_the_device_that_it_would_train_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -468,6 +475,7 @@ def test_a_folder_that_holds_no_run_is_not_touched(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter.txt").is_file()
 
 
+@pytest.mark.second
 def test_space_for_a_checkpoint_is_asked_for_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

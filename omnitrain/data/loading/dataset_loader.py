@@ -23,7 +23,7 @@ from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.data.sources.rows import Row, row_of
 from omnitrain.data.sources.schema import Schema
 from omnitrain.errors import DataError, UserError
-from omnitrain.ops.device import mixed_seed
+from omnitrain.ops.draws import mixed_seed
 from omnitrain.recipe import Columns
 
 Collate = Callable[[list[Any]], Any]

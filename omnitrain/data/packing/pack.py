@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from omnitrain.data.packing.sample import SEEDS, Features, MediaSpan, Sample
-from omnitrain.ops.device import mixed_seed, to_device
-from omnitrain.ops.host_values import rows_of
+from omnitrain.ops.draws import mixed_seed
+from omnitrain.ops.host_values import rows_of, to_device
 
 IGNORED = -100
 
@@ -150,6 +150,7 @@ class Pack:
 
     def followed_by(self, text: Pack) -> Pack:
         """Return the pack with further samples without media or labels at its end, which train nothing."""
+        text = text.to(self.input_ids.device)
         tokens = {name: torch.cat([own, text.token_inputs[name]], dim=-1) for name, own in self.token_inputs.items()}
         return replace(
             self,

@@ -38,6 +38,7 @@ from omnitrain.models.contract.checks_unread import (
 from omnitrain.models.contract.samples import forbidden_words
 from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Trial, attempt
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.in_forward import outermost_unreached
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.hub_kernels import kernels_of
@@ -75,7 +76,7 @@ def require_attention_backend(runner: FoundationRunner, backend: str, device: to
         use_omnitrain_attention(trial.ours, backend)
         trial.ours.to(device, dtype)
         texts = [probe.sample for probe in trial.probes if not probe.modalities]
-        trial.runner.text_loss(Pack.from_samples(texts[: 2 if contract.packs else 1]).to(device))
+        trial.runner.text_loss(EncodedPack(Pack.from_samples(texts[: 2 if contract.packs else 1]).to(device)))
 
 
 def check_contract(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Contract:

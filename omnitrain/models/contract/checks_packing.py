@@ -15,8 +15,8 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.contract.trial import Trial, compare, largest, relative, worst
 from omnitrain.models.discovery import config_nodes, float_tensors, raise_if_ours, watching
 from omnitrain.models.discovery.text_run import first_block
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.recurrent_segments import cut_tokens
-from omnitrain.models.foundation.runner import EncodedMedia
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.torch_private import BatchNorm
 
@@ -36,7 +36,7 @@ _LOSS_WEIGHTS = ("loss_coef", "loss_coefficient", "loss_weight", "loss_alpha")
 def logit_error(trial: Trial) -> float:
     """Return the largest difference to plain transformers' logits over all samples, each alone in its pack."""
     packs = [Pack.from_samples([sample]) for sample in trial.samples]
-    found = (trial.logits(pack, trial.media(pack)) for pack in packs)
+    found = (trial.logits(trial.encoded(pack)) for pack in packs)
     return worst(relative(logits, case.logits) for logits, case in zip(found, trial.cases, strict=True))
 
 
@@ -53,7 +53,7 @@ def head_fact(trial: Trial) -> str | None:
     kind: type = type(trial.ours.get_output_embeddings())
     if not issubclass(kind, nn.Linear):
         return f"its head is a {kind.__name__}, not a linear layer"
-    output = trial.runner.run_pack(Pack.from_samples(trial.samples[:1]), EncodedMedia(), head)
+    output = trial.runner.run_pack(EncodedPack(Pack.from_samples(trial.samples[:1])), head)
     if len(inside) != 1:
         return f"its head is called {len(inside)} times"
     ((returned, before),) = inside
@@ -80,13 +80,13 @@ def unread_side_features(trial: Trial, modality: str) -> list[str]:
     """Return the side features that can be set to zero without a change of the logits."""
     sample = next(case.probe.sample for case in trial.cases if modality in case.probe.modalities)
     pack = Pack.from_samples([sample])
-    media = trial.media(pack)
-    logits = trial.logits(pack, media)
-    features = media.native[modality]
+    encoded = trial.encoded(pack)
+    logits = trial.logits(encoded)
+    features = encoded.native[modality]
     unread = []
     for name in trial.native.interfaces[modality].side:
         zeroed = replace(features, side={**features.side, name: torch.zeros_like(features.side[name])})
-        if torch.equal(logits, trial.logits(pack, EncodedMedia({**media.native, modality: zeroed}))):
+        if torch.equal(logits, trial.logits(EncodedPack(pack, {**encoded.native, modality: zeroed}))):
             unread.append(name)
     return unread
 
@@ -95,8 +95,8 @@ def unread_side_features(trial: Trial, modality: str) -> list[str]:
 def packing_fact(trial: Trial) -> str | None:
     """Check that packed samples have the losses of plain transformers, independent of their neighbours' words."""
     pack = Pack.from_samples(trial.samples)
-    media = trial.media(pack)
-    together = trial.losses(pack, media)
+    encoded = trial.encoded(pack)
+    together = trial.losses(encoded)
     cases = {case.probe.sample.index: case for case in trial.cases}
     name = {
         index: f"a sample of {len(case.probe.sample)} tokens ({' and '.join(case.probe.modalities) or 'text'})"
@@ -107,7 +107,7 @@ def packing_fact(trial: Trial) -> str | None:
         if not error <= TOLERANCE:
             return f"the loss of {name[index]} differs by {error:.1e} when it is packed"
     for changed in (pack.info.indices[::2], pack.info.indices[1::2]):
-        losses = trial.losses(Pack.from_samples(trial.reworded(changed)), media)
+        losses = trial.losses(EncodedPack(Pack.from_samples(trial.reworded(changed)), encoded.native))
         for index in cases.keys() - set(changed):
             error = relative(losses[index], together[index])
             if not error <= ROUNDING:
@@ -149,7 +149,7 @@ def needs_no_tails(trial: Trial) -> bool:
         sample = case.probe.sample
         trained = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 3)
         pack = Pack.from_samples([replace(sample, loss_mask=trained).without_tail()])
-        if not relative(trial.logits(pack, trial.media(pack)), case.logits[: pack.num_tokens]) <= TOLERANCE:
+        if not relative(trial.logits(trial.encoded(pack)), case.logits[: pack.num_tokens]) <= TOLERANCE:
             return False
     return not trial.has_experts
 
@@ -207,7 +207,7 @@ class _Watch:
     def run(self, pack: Pack, packed: PackedSequence | None = None) -> None:
         modules = ((name, module) for name, module in self._trial.ours.named_modules() if name)
         with watching(modules, lambda name, *_: self.running.append(name), self._note):
-            self._trial.logits(pack, EncodedMedia(), packed)
+            self._trial.logits(EncodedPack(pack), packed)
 
     def _note(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.running.remove(name)

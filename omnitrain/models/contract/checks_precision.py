@@ -117,7 +117,7 @@ def _our_loss(trial: Trial, probe: Probe) -> Tensor:
     }
     inputs = {name: replace(batch, groups=groups[name]) for name, batch in pack.inputs.items()}
     pack = replace(pack, inputs=inputs)
-    return trial.runner.text_loss(pack, trial.media(pack)).text.sum
+    return trial.runner.text_loss(trial.encoded(pack)).text.sum
 
 
 def _low(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from omnitrain.models.contract.cache import cached
 from omnitrain.models.contract.checks_packing import TOLERANCE
 from omnitrain.models.contract.tiny_model import build_tiny_model, tiny_config, tiny_configs, tower_config
 from omnitrain.models.contract.trial import Failure, ReplayedSlice, Trial, WholeSequence, attempt, relative, worst
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.foundation.shared_tower import SharedTower
 from omnitrain.models.hf.load import as_config, as_dict
@@ -73,12 +73,12 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
     heads: set[int] = set()
     with Trial.of(model_class, config, contract) as trial:
         for pack in trial.packs:
-            media, whole = trial.media(pack), WholeSequence(pack.num_tokens)
-            logits = _logits(trial, pack, media, whole)
+            encoded, whole = trial.encoded(pack), WholeSequence(pack.num_tokens)
+            logits = _logits(trial, encoded, whole)
             heads |= whole.heads
             for positions in (each for by in _SPLITS for each in split_sequence(pack.num_tokens, **by).positions):
                 part = ReplayedSlice(whole, torch.from_numpy(positions))
-                found = _logits(trial, pack, media, part)
+                found = _logits(trial, encoded, part)
                 error = worst([relative(found, logits[part.positions]), *part.errors])
                 if not error <= TOLERANCE:
                     fact = f"logits of a slice differ by {error:.1e} of the largest from those of the whole"
@@ -86,13 +86,15 @@ def _measured(model_class: type[PreTrainedModel], config: PreTrainedConfig, cont
     return SequenceContract("", tuple(sorted(heads)))
 
 
-def _logits(trial: Trial, pack: Pack, media: EncodedMedia, sequence_slice: Any) -> Tensor:
+def _logits(trial: Trial, encoded: EncodedPack, sequence_slice: Any) -> Tensor:
     """The logits of a slice, with the features whose placeholders lie in it, which are in the order of placeholders."""
-    ids, interfaces = pack.input_ids[0].cpu(), trial.native.interfaces
-    at = {name: (ids == interfaces[name].token_id).nonzero()[:, 0] for name in media.native}
-    rows = {name: features.at(local_positions(sequence_slice, at[name])[0]) for name, features in media.native.items()}
-    sliced = EncodedMedia({name: features for name, features in rows.items() if len(features.main)})
-    return trial.logits(cut_pack(pack, sequence_slice), sliced, trial.runner.packed_sequence_of(pack, sequence_slice))
+    pack, native, interfaces = encoded.pack, encoded.native, trial.native.interfaces
+    ids = pack.input_ids[0].cpu()
+    at = {name: (ids == interfaces[name].token_id).nonzero()[:, 0] for name in native}
+    rows = {name: features.at(local_positions(sequence_slice, at[name])[0]) for name, features in native.items()}
+    sliced = {name: features for name, features in rows.items() if len(features.main)}
+    packed = trial.runner.packed_sequence_of(pack, sequence_slice)
+    return trial.logits(EncodedPack(cut_pack(pack, sequence_slice), sliced), packed)
 
 
 _NUM_SLICES = 3

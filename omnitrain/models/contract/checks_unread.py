@@ -19,6 +19,7 @@ from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.contract import SkippedModule
 from omnitrain.models.contract.trial import PlainRun, Trial
 from omnitrain.models.discovery import ParameterReads, watching
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.ops.cpu.unread_rows import name_from_end
 from omnitrain.ops.fused.rms_norm import rms_norm_form
 from omnitrain.ops.fused.swiglu import is_swiglu
@@ -38,7 +39,7 @@ def tokenwise_modules(trial: Trial) -> tuple[str, ...]:
     calls: dict[str, list[Tensor]] = {name: [] for name in names}
     watched = [(name, model.get_submodule(name)) for name in names]
     with watching(watched, after=lambda name, *args: calls[name].append(args[-1])):
-        hidden = trial.runner.text_loss(Pack.from_samples(trial.samples[:1])).hidden
+        hidden = trial.runner.text_loss(EncodedPack(Pack.from_samples(trial.samples[:1]))).hidden
     if hidden is None:
         return ()
     once = {name: seen[0] for name, seen in calls.items() if len(seen) == 1}
@@ -126,10 +127,10 @@ def _calls_of(trial: Trial, case: PlainRun) -> _Calls:
         seen.setdefault(name, []).append(dict(list(bound.arguments.items())[1:]))
 
     pack = Pack.from_samples([case.probe.sample])
-    media = trial.media(pack)
+    encoded = trial.encoded(pack)
     modules = [(name, module) for name, module in trial.ours.named_modules() if any(True for _ in module.parameters())]
     with watching(modules, before=record):
-        trial.logits(pack, media)
+        trial.logits(encoded)
     return seen
 
 
@@ -169,7 +170,7 @@ def read_from_outside(trial: Trial) -> tuple[str, ...]:
     with watching(trial.ours.named_modules(), begin, end), reads:
         for case in trial.telling_cases:
             pack = Pack.from_samples([case.probe.sample])
-            trial.logits(pack, trial.media(pack))
+            trial.logits(trial.encoded(pack))
     called = [name for name, module in trial.ours.named_modules() if not isinstance(module, nn.ModuleList)]
     return tuple(dict.fromkeys(any_layer(name) for name in called if name in reads.names))
 

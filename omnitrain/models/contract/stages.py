@@ -24,7 +24,7 @@ from omnitrain.models.contract.checks_packing import SMALLEST
 from omnitrain.models.contract.tiny_model import tiny_config, tiny_configs
 from omnitrain.models.contract.trial import Failure, Step, Trial, attempt, compare, gradients_of
 from omnitrain.models.discovery import MediaFeatures, ParameterReads, text_blocks, watching
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.stage import BlockSpan, StageCall, hidden_among
 from omnitrain.recipe.globs import any_layer
 
@@ -139,27 +139,25 @@ class _StageTrial:
                 name: features.with_tensors([t.detach().requires_grad_() for t in features.tensors()], features.counts)
                 for name, features in self.runner.encode(pack).items()
             }
-            loss += self._forward_backward(pack, EncodedMedia(leaves), spans, contract)
+            loss += self._forward_backward(EncodedPack(pack, leaves), spans, contract)
             for modality, features in leaves.items():
                 for name, leaf in zip(features.layout.names, features.tensors(), strict=True):
                     if leaf.grad is not None:
                         gradients[f"{name} of {modality} in pack {index}"] = leaf.grad
         return Step(loss, gradients | gradients_of(self.model))
 
-    def _forward_backward(
-        self, pack: Pack, media: EncodedMedia, spans: Sequence[BlockSpan], contract: StageContract
-    ) -> float:
+    def _forward_backward(self, encoded: EncodedPack, spans: Sequence[BlockSpan], contract: StageContract) -> float:
         """Run a pack through all stages, or the whole model, and back; return its loss."""
         sent: list[Tensor] = []
         arrived: list[Tensor] = []
         for span in spans[:-1]:
             stage = StageCall(span, contract, arrived[-1] if arrived else None)
-            sent.append(self.runner.stage_output(pack, media, None, stage))
+            sent.append(self.runner.stage_output(encoded, stage))
             if not sent[-1].requires_grad:
                 raise UserError("the forward runs the blocks before the cut without gradients, as for a recurrence")
             arrived.append(sent[-1].detach().requires_grad_())
         last = StageCall(spans[-1], contract, arrived[-1]) if arrived else None
-        loss = self.runner.text_loss(pack, media, None, last).text.sum
+        loss = self.runner.text_loss(encoded, last).text.sum
         loss.backward()
         while sent:
             sent.pop().backward(arrived.pop().grad)
@@ -172,14 +170,14 @@ class _StageTrial:
         inside = {id(parameter) for parameter in text_blocks(self.model).parameters()}
         read: dict[str, set[str]] = {"first": set(), "inner": set(), "last": set()}
         for pack in self.packs:
-            media, hidden = EncodedMedia(self.runner.encode(pack)), None
+            encoded, hidden = EncodedPack(pack, self.runner.encode(pack)), None
             for span in spans:
                 stage = StageCall(span, contract, hidden)
                 with ParameterReads(self.model) as reads:
                     if span.is_last:
-                        self.runner.text_loss(pack, media, None, stage)
+                        self.runner.text_loss(encoded, stage)
                     else:
-                        hidden = self.runner.stage_output(pack, media, None, stage)
+                        hidden = self.runner.stage_output(encoded, stage)
                 read["first" if span.is_first else "last" if span.is_last else "inner"] |= reads.names
         if len(spans) == 2:  # no inner stage to measure
             read["inner"] = read["first"] | read["last"]
@@ -192,7 +190,7 @@ class _StageTrial:
         """Return how blocks return the hidden states; see :class:`StageContract`."""
         found: list[Any] = []
         with watching(text_blocks(self.model).named_children(), after=lambda *args: found.append(args[-1])):
-            self.runner.text_loss(self.packs[0], EncodedMedia(self.runner.encode(self.packs[0])))
+            self.runner.text_loss(EncodedPack(self.packs[0], self.runner.encode(self.packs[0])))
         if not found:
             raise RuntimeError("the forward does not call the list of layers that was found")
         output = found[0]
@@ -220,5 +218,5 @@ class _StageTrial:
         found: list[Tensor] = []
         blocks = text_blocks(self.model).named_children()
         with watching(blocks, before=lambda _, __, args, kwargs: found.append(hidden_among(args, kwargs))):
-            self.runner.text_loss(pack, EncodedMedia(media))
+            self.runner.text_loss(EncodedPack(pack, media))
         return found

@@ -22,7 +22,8 @@ from omnitrain.models.components.contract import Contract, Outcome
 from omnitrain.models.contract.samples import Probe, ordinary_words, probe_samples, reworded
 from omnitrain.models.contract.tiny_model import build_tiny_model
 from omnitrain.models.discovery import discover, failure_of_model, rest_codecs
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.hub_kernels import torch_kernels
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import AttentionCall
@@ -161,19 +162,19 @@ class Trial:
         labels = probe.arguments["input_ids"][0, rows + 1]
         return logits, F.cross_entropy(logits[rows].float(), labels, reduction="none")
 
-    def media(self, pack: Pack) -> EncodedMedia:
-        """Return the features of the pack's media."""
-        return EncodedMedia(self.runner.encode(pack))
+    def encoded(self, pack: Pack) -> EncodedPack:
+        """Return the pack with the features of its media."""
+        return EncodedPack(pack, self.runner.encode(pack))
 
-    def logits(self, pack: Pack, media: EncodedMedia, packed: PackedSequence | None = None) -> Tensor:
+    def logits(self, encoded: EncodedPack, packed: PackedSequence | None = None) -> Tensor:
         """Return all logits of a pack, ``[T, vocabulary]``; without ``packed`` the pack runs as one sample."""
-        output = self.runner.run_pack(pack, media, lambda hidden, head: head.forward(hidden), packed)
+        output = self.runner.run_pack(encoded, lambda hidden, head: head.forward(hidden), packed)
         logits: Tensor = output.logits[0]
         return logits
 
-    def losses(self, pack: Pack, media: EncodedMedia) -> dict[int, Tensor]:
+    def losses(self, encoded: EncodedPack) -> dict[int, Tensor]:
         """Return sample index -> losses ``[n]``, one per supervised token."""
-        rows = self.runner.text_loss(pack, media)[0].rows
+        pack, rows = encoded.pack, self.runner.text_loss(encoded)[0].rows
         owner = torch.bucketize(pack.text_rows, torch.tensor(list(accumulate(pack.info.lengths))), right=True)
         return {index: rows[owner == position] for position, index in enumerate(pack.info.indices)}
 
@@ -182,7 +183,7 @@ class Trial:
         self.ours.zero_grad(set_to_none=True)
         total = 0.0
         for pack in packs:
-            loss = self.runner.text_loss(pack, self.media(pack)).text.sum
+            loss = self.runner.text_loss(self.encoded(pack)).text.sum
             loss.backward()
             total += loss.item()
         return Step(total, gradients_of(self.ours))

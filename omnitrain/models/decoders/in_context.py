@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from omnitrain.data.packing.sample import SEEDS
 from omnitrain.models.components.protocols import ComponentAdapter, Draw, TensorFeatures
 from omnitrain.models.decoders.flow import FREQUENCIES, NOISE, TIME, LatentDecoder, waves
-from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import normals
+from omnitrain.ops.host_values import to_device
 from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import InContextDecoderConfig
 

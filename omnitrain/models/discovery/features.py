@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from omnitrain.errors import UserError
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.torch_private import tree_iter
 
 

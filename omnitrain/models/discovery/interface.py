@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from omnitrain.errors import UserError
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout, flatten
 from omnitrain.models.discovery.probe_inputs import ProbeInput
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.ops.patch_forward import wrapped_forward
 
 WORDS = "words"  # name of the ids among the side tensors of features

@@ -6,9 +6,10 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.outputs import Apart, FoundationOutput, media_calls
 from omnitrain.models.discovery import Discovery, MediaFeatures, check_rows, discover, override, rest_codecs
 from omnitrain.models.discovery.text_run import StopRunError, first_block, text_blocks
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.in_forward import ForwardReader, require_length
 from omnitrain.models.foundation.recurrent_segments import run_by_segment
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
@@ -33,28 +35,13 @@ from omnitrain.ops.attention.install import use_omnitrain_attention
 from omnitrain.ops.attention.packed_context import PackedSequence, SequenceSlice, inside, seeing_blocks
 from omnitrain.ops.attention.spec import MaskSpec
 from omnitrain.ops.cpu.unread_rows import ReadRows, reading, skip_unread_rows
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.ops.loss.cross_entropy import cross_entropy_rows, linear_cross_entropy
 from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.ops.loss.token_functions import TokenFunction
 from omnitrain.ops.patch_forward import wrapped_forward
 
 Head = Callable[[Tensor, nn.Module], Tensor]
-
-
-@dataclass(frozen=True)
-class EncodedMedia:
-    """The features of all media of a pack."""
-
-    # modality -> features for the foundation's own placeholders, in the order of the placeholders
-    native: dict[str, MediaFeatures] = field(default_factory=dict)
-    # features of attached components, which replace token embeddings: positions ``[n]`` int64 in the flattened batch
-    # ``[B * T]``, on the host, and embeddings ``[n, hidden]``
-    inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    # teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted
-    teachers: dict[str, Tensor] = field(default_factory=dict)
-    # ids ``[n]`` in the place of placeholders, of media that are words of the vocabulary: positions as of `inserted`
-    words: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class FoundationRunner:
@@ -169,39 +156,30 @@ class FoundationRunner:
             )
         return groups.values()
 
-    def text_loss(
-        self,
-        pack: Pack,
-        media: EncodedMedia | None = None,
-        sequence_slice: SequenceSlice | None = None,
-        stage: StageCall | None = None,
-    ) -> FoundationOutput:
+    def text_loss(self, encoded: EncodedPack, stage: StageCall | None = None) -> FoundationOutput:
         """Compute the language-model loss of a pack and the last hidden states; not of tokens that no loss reads.
 
-        ``sequence_slice``: the tokens to run, with ``media`` for them; None: all. ``stage``: the last one of a
-        pipeline. Raises UserError: the model cannot keep several samples apart, or the foundation's own forward reads a
-        sample that ranks share or a stage gets.
+        ``encoded``: with features for the tokens of its slice. ``stage``: the last one of a pipeline. Raises UserError:
+        the model cannot keep several samples apart, or the foundation's own forward reads a sample that ranks share or
+        a stage gets.
         """
-        with self._local(pack, sequence_slice, stage) as (local, packed):
-            media = media or EncodedMedia()
-            run = partial(self.run_pack, local, media, packed=packed, stage=stage)
-            output = self._loss(local, media.teachers, lambda head: run(head=head))
+        with self._local(encoded, stage) as (local, packed):
+            output = self._loss(local, lambda head: self.run_pack(local, head, packed, stage))
         text = replace(output.text, sum=self.in_forward.with_zero_gradients(output.text.sum))
         return output._replace(text=text)
 
-    def stage_output(
-        self, pack: Pack, media: EncodedMedia | None, sequence_slice: SequenceSlice | None, stage: StageCall
-    ) -> Tensor:
+    def stage_output(self, encoded: EncodedPack, stage: StageCall) -> Tensor:
         """Run a stage that is not the last, as :meth:`text_loss`; return the states ``[1, t, hidden]`` for the next."""
-        with self._local(pack, sequence_slice, stage) as (local, packed):
-            hidden: Tensor = self.run_pack(local, media or EncodedMedia(), _unreached, packed, stage)
+        with self._local(encoded, stage) as (local, packed):
+            hidden: Tensor = self.run_pack(local, _unreached, packed, stage)
         return self.in_forward.with_zero_gradients(hidden)
 
     @contextmanager
     def _local(
-        self, pack: Pack, sequence_slice: SequenceSlice | None, stage: StageCall | None
-    ) -> Iterator[tuple[Pack, PackedSequence | None]]:
+        self, encoded: EncodedPack, stage: StageCall | None
+    ) -> Iterator[tuple[EncodedPack, PackedSequence | None]]:
         """Context of a forward over a pack: its tokens on this rank, and the sequence that samples or ranks share."""
+        pack, sequence_slice = encoded.pack, encoded.sequence_slice
         if not self.contract.packs and len(pack.info.lengths) > 1:
             raise UserError(
                 f"{type(self.model).__name__} cannot run several samples in one pack: {self.contract.why_unpacked}"
@@ -214,10 +192,11 @@ class FoundationRunner:
         read = to_device(local_positions(sequence_slice, pack.read_rows)[1], local.input_ids.device)
         read_rows = None if pack.forward_inputs else ReadRows(read, local.num_tokens)
         with reading(read_rows), seeing_blocks(pack.block_ids):
-            yield local, self.packed_sequence_of(pack, sequence_slice)
+            yield replace(encoded, pack=local), self.packed_sequence_of(pack, sequence_slice)
 
-    def _loss(self, pack: Pack, teachers: Mapping[str, Tensor], run: Callable[[Head], Any]) -> FoundationOutput:
+    def _loss(self, encoded: EncodedPack, run: Callable[[Head], Any]) -> FoundationOutput:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
+        pack, teachers = encoded.pack, encoded.teachers
         states: list[Tensor] = []
         terms: list[LossTerm] = []
         compared: dict[str, LossTerm] = {}
@@ -276,22 +255,31 @@ class FoundationRunner:
 
     def run_pack(
         self,
-        pack: Pack,
-        media: EncodedMedia,
+        encoded: EncodedPack,
         head: Head,
         packed: PackedSequence | None = None,
         stage: StageCall | None = None,
     ) -> Any:
         """Run one forward over a pack, or over a slice of it; see :meth:`run`."""
-        return self.run(pack.input_ids, head=head, media=media, arguments=_of_pack(pack), packed=packed, stage=stage)
+        pack = encoded.pack
+        return self.run(
+            with_words(pack.input_ids, encoded.words),
+            head=head,
+            native=encoded.native,
+            inserted=encoded.inserted,
+            arguments=_of_pack(pack),
+            packed=packed,
+            stage=stage,
+        )
 
     def run(
         self,
         input_ids: Tensor,
         *,
         head: Head,
-        media: EncodedMedia,
         arguments: Mapping[str, Any],
+        native: Mapping[str, MediaFeatures] = MappingProxyType({}),
+        inserted: Sequence[tuple[Tensor, Tensor]] = (),
         packed: PackedSequence | None = None,
         stage: StageCall | None = None,
     ) -> Any:
@@ -299,14 +287,13 @@ class FoundationRunner:
 
         ``head`` runs inside the forward, where FSDP has gathered its weight, on ``[B, T, hidden]``. ``input_ids``:
         ``[B, T]``; arbitrary at inserted features. ``arguments`` that the forward does not accept are ignored.
+        ``native``, ``inserted``: features, as of :class:`EncodedPack`.
         ``packed``: the sequence that ``input_ids`` has, or has a slice of; None: each row is one sample. ``stage``:
         None: the whole model. Returns the model's output; of a stage that is not the last, the hidden states for the
         next one.
         """
-        input_ids = with_words(input_ids, media.words)
         accepted = self._accepted(arguments, packed, input_ids.device)
         lm_head: Any = self.model.get_output_embeddings()
-        native, inserted = media.native, media.inserted
         with ExitStack() as stack:
             stack.enter_context(wrapped_forward(lm_head, lambda hidden: head(hidden, lm_head)))
             if stage is not None:
@@ -335,7 +322,7 @@ class FoundationRunner:
 
 
 def with_words(input_ids: Tensor, words: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return ids ``[B, T]`` with words (:attr:`EncodedMedia.words`) in the place of placeholders."""
+    """Return ids ``[B, T]`` with words (:attr:`EncodedPack.words`) in the place of placeholders."""
     for positions, ids in words:
         flat = input_ids.flatten().index_copy(0, to_device(positions, input_ids.device), ids)
         input_ids = flat.view_as(input_ids)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.ops.attention.packed_context import SequenceSlice
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 
 
 def local_positions(sequence_slice: SequenceSlice | None, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ flight, and a recomputation calls its block directly.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -63,7 +63,7 @@ class StageCall:
             expected = "no hidden states" if self.span.is_first else "the hidden states of the stage before"
             raise ValueError(f"a stage that starts at block {self.span.start} takes {expected}")
 
-    def media(self, native: dict[str, MediaFeatures]) -> dict[str, MediaFeatures]:
+    def media(self, native: Mapping[str, MediaFeatures]) -> dict[str, MediaFeatures]:
         """Return the features that this stage reads; zeros without memory stand for the others."""
         read = {}
         for modality, features in native.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -25,66 +25,34 @@ from omnitrain.models.components.protocols import TensorFeatures
 from omnitrain.models.discovery import special_ids
 from omnitrain.models.discovery.features import MediaFeatures, RowLayout
 from omnitrain.models.discovery.interface import WORDS
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.sequence_slice import local_positions
-from omnitrain.ops.attention.packed_context import SequenceSlice
-from omnitrain.ops.device import to_device
-from omnitrain.ops.host_values import reading_on_host
+from omnitrain.ops.host_values import reading_on_host, to_device
 from omnitrain.ops.timing import What
 from omnitrain.plan.ragged import ranges
 from omnitrain.recipe.parallel import FOUNDATION
 
 
-@dataclass(frozen=True)
-class MicroBatchWork:
-    """This rank's work in the forward of a micro-batch. Empty in one process.
-
-    Attributes:
-        heads: decoders whose head every rank calls, with targets or without.
-        sequence_slice: the tokens of the pack over which this rank runs the foundation; None: all of them.
-        features: component -> its features for this pack, name by name: for all tokens, or for those of this rank. The
-            forward calls the components without an entry.
-        apart: decoders whose losses other ranks compute; the hidden states that these need are in the output.
-    """
-
-    heads: Collection[str] = ()
-    sequence_slice: SequenceSlice | None = None
-    features: Mapping[str, MediaFeatures] = field(default_factory=dict)
-    apart: Collection[str] = ()
-
-
-@dataclass(frozen=True)
-class EncodedPack:
-    """A micro-batch whose media are encoded: all that the foundation and the heads need."""
-
-    pack: Pack  # the samples, long enough for all ranks that share them
-    work: MicroBatchWork
-    media: EncodedMedia  # features for the foundation's input, for the tokens that are on this rank
-    labels: dict[str, Tensor]  # decoder name -> `[n, ...]`, of the whole pack
-    idle: list[Tensor]  # results of calls without data; they enter the loss with a factor of zero
-
-
-def encode(model: Any, pack: Pack, work: MicroBatchWork, components: Collection[str] | None = None) -> EncodedPack:
-    """Return a pack with the features of its media: those of ``work``, and of the components that it calls.
+def encode(model: Any, given: EncodedPack, components: Collection[str] | None = None) -> EncodedPack:
+    """Return a pack with the features of its media: those that it has, and of the components that are called for it.
 
     Args:
         model: an :class:`omnitrain.models.omni.model.OmniModel`.
-        pack: the micro-batch.
-        work: this rank's work in this micro-batch.
+        given: the micro-batch.
         components: only their media; None: those of all components.
 
     Raises:
         UserError: only other ranks have an encoder of the pack's media, or the foundation.
     """
     model.inference.require(FOUNDATION)
-    encoded = EncodedPack(with_all_inputs(pack, model.divided, model.teachers), work, EncodedMedia(), {}, [])
+    pack = with_all_inputs(given.pack, model.divided, model.teachers)
+    encoded = replace(given, pack=pack, native={}, inserted=[], words=[], teachers={}, labels={}, idle=[])
     where: dict[str, Tensor] = {}  # name -> positions of its features
     towers = set(model.reads.values())  # what a tower gives goes to its projector
     for component in model.media_names:
         if component not in towers and (components is None or component in components):
             where |= _add(model, encoded, component)
-    native = model.runner.joined(encoded.media.native, where)
-    return replace(_spelled(encoded), media=replace(encoded.media, native=native))
+    return replace(_spelled(encoded), native=model.runner.joined(encoded.native, where))
 
 
 def _spelled(encoded: EncodedPack) -> EncodedPack:
@@ -125,7 +93,7 @@ def require_no_words(model: Any, pack: Pack) -> None:
 
 def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
     """Add the features of a component to an encoded pack; return their positions by name, on this rank's slice."""
-    pack, sequence_slice = encoded.pack, encoded.work.sequence_slice
+    pack, sequence_slice = encoded.pack, encoded.sequence_slice
     drawn = {**pack.inputs, **pack.targets}
     batches = {name: drawn[name] for name in model.media_names[component] if name in drawn}
     places = {name: local_positions(sequence_slice, batch.positions) for name, batch in batches.items()}
@@ -141,21 +109,21 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
         if len(features.main) != len(index):
             features = features.at(index)
         if component in model.teachers:
-            encoded.media.teachers[name] = features.main
+            encoded.teachers[name] = features.main
         elif not len(positions):  # the model runs as it does over text
             encoded.idle.extend(features.tensors())
         elif WORDS in features.side:
-            encoded.media.words.append((positions, features.side[WORDS]))
+            encoded.words.append((positions, features.side[WORDS]))
         elif name.startswith(NATIVE_PREFIX):
-            encoded.media.native[name] = features
+            encoded.native[name] = features
         else:
-            encoded.media.inserted.append((positions, features.main))
+            encoded.inserted.append((positions, features.main))
     return {name: positions for name, (_, positions) in places.items()}
 
 
 def _features(model: Any, encoded: EncodedPack, component: str) -> MediaFeatures:
     """The features of a component for a pack: those that came, or those of a call for its items."""
-    came = encoded.work.features.get(component)
+    came = encoded.features.get(component)
     if came is not None:
         return came
     model.inference.require(component)
@@ -185,12 +153,13 @@ def _by_name(
     }
 
 
-def filled_up(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> Pack:
+def filled_up(model: Any, pack: Pack | EncodedPack) -> EncodedPack:
     """Append a sample to a pack that has too few tokens for the ranks that share it; it trains nothing."""
-    missing = 0 if sequence_slice is None else sequence_slice.num_tokens - pack.num_tokens
+    given = pack if isinstance(pack, EncodedPack) else EncodedPack(pack)
+    missing = 0 if given.sequence_slice is None else given.sequence_slice.num_tokens - given.pack.num_tokens
     if not missing:
-        return pack
-    return pack.followed_by(Pack.from_samples([idle_prompt(model, missing)]).to(pack.input_ids.device))
+        return given
+    return replace(given, pack=given.pack.followed_by(Pack.from_samples([idle_prompt(model, missing)])))
 
 
 def idle_prompt(model: Any, num_tokens: int = 2) -> Sample:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.omni.encode import MicroBatchWork, call_component, features_of, idle_prompt
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.omni.encode import call_component, features_of, idle_prompt
 from omnitrain.models.omni.model import OmniModel, idle_head
 from omnitrain.ops.experts.install import use_omnitrain_experts
 from omnitrain.ops.flops import Attention, Flops, Passes, Recomputed, by_layer, count, without_content
@@ -155,11 +156,11 @@ class ModelFlops:
         pack = replace(pack, text_rows=rows, text_labels=torch.zeros(predicted, dtype=torch.long))
         # Hidden states as if other ranks had computed them: a teacher's own forward counts as media calls.
         rows_of = {name: torch.empty(predicted, self.model.get_submodule(name).width) for name in self.model.teachers}
-        work = MicroBatchWork(features={name: features_of(rows) for name, rows in rows_of.items()})
+        encoded = EncodedPack(pack, features={name: features_of(rows) for name, rows in rows_of.items()})
 
         def run() -> list[Tensor]:
             with self._trained_embeddings() if reads_trained else nullcontext():
-                return [term.sum for term in self.model(pack, work).losses.values()]
+                return [term.sum for term in self.model(encoded).losses.values()]
 
         return count(run, self.model, self._again(FOUNDATION))
 

@@ -21,14 +21,15 @@ from omnitrain.data.packing.sample import Sample
 from omnitrain.data.render.processor import OmniProcessor
 from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import MediaWriter
-from omnitrain.models.foundation.runner import EncodedMedia, Head
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.foundation.runner import Head
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.heads import Answer, Drawn, GeneratedSequence, Heads, UniformStreams, turn_of
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.models.omni.writers import WORDS, parts_of, places_in_grids, start_tokens, writers_of
 from omnitrain.ops.attention.packed_context import seeing_blocks
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.peers import all_or_raise
 from omnitrain.recipe import Sampling
 from omnitrain.transformers_private import cache_argument
@@ -147,13 +148,13 @@ class _Batch(NamedTuple):
         places: their indices.
         samples: the rows, in the order of packs, in which towers encode many of them at once.
         copies: the row of each prompt, and with guidance a second row of each, without its condition.
-        media: for each pack of rows, their lengths, and their media.
+        media: the packs of rows, encoded.
     """
 
     places: list[int]
     samples: list[Sample]
     copies: list[list[int]]
-    media: list[tuple[Sequence[int], EncodedMedia]]
+    media: list[EncodedPack]
 
 
 def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) -> list[_Batch]:
@@ -171,7 +172,7 @@ def _encoded_batches(model: OmniModel, prompts: Sequence[Sample], guided: bool) 
                 wanted.append(range(first, len(packs)))
     media = model.inference.encode(model, packs, [index for indices in wanted for index in indices])
     for batch, indices in zip(batches, wanted, strict=True):
-        batch.media.extend((packs[index].info.lengths, media[index]) for index in indices if index in media)
+        batch.media.extend(media[index] for index in indices if index in media)
     return batches
 
 
@@ -311,7 +312,7 @@ class _Foundation:
         self.given = packs[0].forward_inputs  # of a prompt alone
         self.inserted: list[_Cells] = []  # cells of the columns that the next forward runs over
         self._insert(batch.media, torch.tensor(pads))
-        self.native = self.runner.one_batch([of_pack.native for _, of_pack in batch.media])
+        self.native = self.runner.one_batch([of_pack.native for of_pack in batch.media])
         # Of stages, layers with another state have no length to fill up.
         self.uses_cache = use_cache and (not model.inference.is_cut or self.runner.has_keys_alone)
         self.caches: dict[int, DynamicCache] = {}  # first block of a stage -> its cache
@@ -325,11 +326,11 @@ class _Foundation:
         self.added: _Columns | None = None  # the columns that the next forward is for
         self.states: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _insert(self, media: Sequence[tuple[Sequence[int], EncodedMedia]], pads: torch.Tensor) -> None:
+    def _insert(self, media: Sequence[EncodedPack], pads: torch.Tensor) -> None:
         """Insert the features of encoders and decoders."""
         first = 0  # prompt of the pack
-        for of_prompts, of_pack in media:
-            lengths = torch.tensor(of_prompts)
+        for of_pack in media:
+            lengths = torch.tensor(of_pack.pack.info.lengths)
             ends = lengths.cumsum(0)
             for positions, embeds in of_pack.inserted:
                 sample = torch.bucketize(positions, ends, right=True)
@@ -404,7 +405,8 @@ class _Foundation:
             output = self.runner.run(
                 self.input_ids[:, columns],
                 head=head,
-                media=EncodedMedia(self.native if self.seen == 0 else {}, inserted),
+                native=self.native if self.seen == 0 else {},
+                inserted=inserted,
                 arguments={
                     **self._places(columns),
                     "attention_mask": self.mask,

@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from omnitrain.models.components.protocols import MediaWriter, Token
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import normals
+from omnitrain.ops.host_values import to_device
 from omnitrain.recipe import Sampling
 
 Uniform = Callable[[], torch.Tensor]  # -> float64 [batch] in [0, 1), fresh in every call

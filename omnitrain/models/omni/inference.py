@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.peers import SINGLE_PROCESS, Peers
 
 T = TypeVar("T")
+
+
+def encoded_prompts(model: Any, pack: Pack | EncodedPack) -> EncodedPack:
+    """Encode a pack of prompts, and keep no longer what its media were encoded from."""
+    encoded: EncodedPack = model.encode_media(pack)
+    return replace(encoded, pack=replace(encoded.pack, inputs={}, targets={}), features={})
 
 
 class Inference:
@@ -61,9 +68,9 @@ class Inference:
             on_device = pack.to(model.device)
             take(on_device, model(on_device))
 
-    def encode(self, model: Any, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedMedia]:
-        """Return index of a pack -> its media, for the ``wanted`` packs; on ranks with the first stage."""
-        return {index: model.encode_media(packs[index].to(model.device)).media for index in wanted}
+    def encode(self, model: Any, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedPack]:
+        """Return index of a pack -> the pack, encoded, for the ``wanted`` packs; on ranks with the first stage."""
+        return {index: encoded_prompts(model, packs[index].to(model.device)) for index in wanted}
 
     def gathered(self, model: Any) -> AbstractContextManager[None]:
         """Return a context in which this rank uses weights outside of the blocks' forwards."""

@@ -37,20 +37,20 @@ from omnitrain.models.discovery import config_nodes, native_inputs, refusing, re
 from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.encoders.audio import AudioEncoder
 from omnitrain.models.encoders.vision import VisionEncoder
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import StageCall
 from omnitrain.models.hf.load import as_config, foundation_class, load_strictly, model_class, take_own_configs
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode, filled_up, require_no_words
+from omnitrain.models.omni.encode import encode, filled_up, require_no_words
 from omnitrain.models.omni.hf_batch import forward_of_batch, takes_any_argument
 from omnitrain.models.omni.inference import Inference
 from omnitrain.models.omni.save import save_whole
 from omnitrain.models.omni.stage import StageInput, arrived_pack, handed_on
 from omnitrain.models.omni.teacher import Teacher, require_plain_head
 from omnitrain.ops.attention.install import use_omnitrain_attention
-from omnitrain.ops.device import to_device
 from omnitrain.ops.draws import seed_blocks, seed_foundation
-from omnitrain.ops.host_values import reading_on_host
+from omnitrain.ops.host_values import reading_on_host, to_device
 from omnitrain.ops.recompute import recompute_contexts
 from omnitrain.ops.timing import SpanRecorder
 from omnitrain.peers import is_spread, ranks_of
@@ -314,8 +314,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     def forward(
         self,
-        pack: Pack | None = None,
-        work: MicroBatchWork | None = None,
+        pack: Pack | EncodedPack | None = None,
         stage: StageInput | None = None,
         *,
         input_ids: torch.Tensor | None = None,
@@ -330,9 +329,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         foundation's own forward (:func:`forward_of_batch`).
 
         Args:
-            pack: samples end to end; see :class:`Pack` for shapes.
-            work: this rank's work in this micro-batch, so that all ranks call every component equally often; None: the
-                calls that the pack needs.
+            pack: samples end to end; see :class:`Pack` for shapes. An :class:`EncodedPack` has this rank's part in the
+                micro-batch, too, so that all ranks call every component equally often.
             stage: the input of a pipeline stage, which runs its part of these steps; None: the whole model.
             input_ids: ``[B, T]`` int64.
             attention_mask: ``[B, T]``, 0 for padding.
@@ -351,34 +349,32 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         if pack is None:
             return forward_of_batch(self, batch)
         found: Any = pack
-        if not isinstance(found, Pack):
+        if not isinstance(found, (Pack, EncodedPack)):
             kind = type(found).__name__
             raise UserError(
                 f"forward: found a {kind}; expected a Pack, or a batch by keyword: input_ids=..., labels=..."
             )
         if given := sorted(name for name, value in batch.items() if value is not None):
             raise UserError(f"forward: found a pack and {', '.join(given)}; expected a pack or a batch, not both")
-        if stage is not None:
-            require_no_words(self, pack)
-        encoded = self.encode_media(pack, work, stage)
+        encoded = self.encode_media(pack, stage)
         output = self.run_foundation(encoded, stage)
         if isinstance(output, FoundationOutput):
             return self.run_heads(encoded, output)
         assert stage is not None
-        return handed_on(self, encoded, with_zero_gradients(output, encoded.idle), stage.span.stop)
+        states = with_zero_gradients(output, encoded.idle)
+        return handed_on(self, encoded, states, stage.span.stop)
 
-    def encode_media(
-        self, pack: Pack, work: MicroBatchWork | None = None, stage: StageInput | None = None
-    ) -> EncodedPack:
-        """First step of :meth:`forward`: encode media, or take the features of ``work``; sharded: only inside it.
+    def encode_media(self, pack: Pack | EncodedPack, stage: StageInput | None = None) -> EncodedPack:
+        """First step of :meth:`forward`: encode media that have no features yet; of a sharded model: only inside it.
 
         A stage that is not the first takes the features that arrived.
         """
-        work = work or MicroBatchWork()
-        pack = filled_up(self, pack, work.sequence_slice)
+        given = filled_up(self, pack)
+        if stage is not None:
+            require_no_words(self, given.pack)
         if stage is not None and not stage.span.is_first:
-            return arrived_pack(self, pack, work, stage)
-        encoded = encode(self, pack, work)
+            return arrived_pack(self, given, stage)
+        encoded = encode(self, given)
         seed_foundation()
         return encoded
 
@@ -390,11 +386,10 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
         ``[1, t, hidden]`` for the next one. Raises UserError: the foundation cannot be cut there.
         """
         call = None if stage is None else self.stage_of(stage)
-        pack, media, sequence_slice = encoded.pack, encoded.media, encoded.work.sequence_slice
-        with reading_on_host(self.device) if media.native else nullcontext():  # the model's own code reads positions
+        with reading_on_host(self.device) if encoded.native else nullcontext():  # the model's own code reads positions
             if call is None or call.span.is_last:
-                return self.runner.text_loss(pack, media, sequence_slice, call)
-            return self.runner.stage_output(pack, media, sequence_slice, call)
+                return self.runner.text_loss(encoded, call)
+            return self.runner.stage_output(encoded, call)
 
     def stage_of(self, stage: StageInput) -> StageCall:
         """Return a stage's call for :meth:`FoundationRunner.run`; UserError: the foundation cannot be cut there."""
@@ -404,15 +399,15 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
     def run_heads(self, encoded: EncodedPack, output: FoundationOutput) -> OmniOutput:
         """Third step of :meth:`forward`: the losses of all heads over the foundation's hidden states."""
-        pack, sequence_slice, hidden = encoded.pack, encoded.work.sequence_slice, output.hidden
+        pack, sequence_slice, hidden = encoded.pack, encoded.sequence_slice, output.hidden
         idle = list(encoded.idle)
         losses, read = {}, {"text": pack.text_rows[local_positions(sequence_slice, pack.text_rows)[0]]}
         apart: dict[str, StatesApart] = {}
-        for name in sorted({*encoded.labels, *encoded.work.heads}):
+        for name in sorted({*encoded.labels, *encoded.heads}):
             if hidden is None:
                 foundation = type(self.foundation).__name__
                 raise UserError(f"{foundation} hides its last hidden states; no decoder can read them")
-            if name in encoded.work.apart:
+            if name in encoded.apart:
                 apart[name] = _states_apart(encoded, hidden, name)
                 continue
             index, positions = _places_of_targets(encoded, name)
@@ -430,7 +425,7 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
 
 def _places_of_targets(encoded: EncodedPack, name: str) -> tuple[Tensor, Tensor]:
     """Which tokens of a decoder this rank predicts, and from which of its hidden states: ``[m]`` int64 each."""
-    return local_positions(encoded.work.sequence_slice, _predicted_from(encoded.pack, name))
+    return local_positions(encoded.sequence_slice, _predicted_from(encoded.pack, name))
 
 
 def _predicted_from(pack: Pack, name: str) -> Tensor:

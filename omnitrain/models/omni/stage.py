@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.discovery import MediaFeatures
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.sequence_slice import local_positions
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.encode import EncodedPack, MicroBatchWork, encode
+from omnitrain.models.omni.encode import encode
 from omnitrain.ops.attention.packed_context import SequenceSlice
 
 Across = tuple[str, str]  # modality, name of the tensor in the layout of its features
@@ -31,7 +31,7 @@ class StageInput:
 def features_in(model: Any, pack: Pack, sequence_slice: SequenceSlice | None) -> dict[str, int]:
     """Return modality that the foundation reads by itself -> number of its features for this rank's tokens.
 
-    Modalities that share a placeholder count as the first of them, as in :class:`EncodedMedia`.
+    Modalities that share a placeholder count as the first of them, as in :class:`EncodedPack`.
     """
     numbers: dict[str, int] = {}
     first: dict[int, str] = {}
@@ -58,12 +58,12 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
     return across
 
 
-def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput) -> EncodedPack:
+def arrived_pack(model: Any, given: EncodedPack, stage: StageInput) -> EncodedPack:
     """Return the input of a stage after the first: features that arrived; on the last stage, the decoders' labels."""
-    hidden, *features = stage.arrived
-    here = dict(zip(features_across(model, pack, work.sequence_slice, stage.span.start), features, strict=True))
+    pack, sequence_slice, (hidden, *features) = given.pack, given.sequence_slice, stage.arrived
+    here = dict(zip(features_across(model, pack, sequence_slice, stage.span.start), features, strict=True))
     native = {}
-    for modality, number in features_in(model, pack, work.sequence_slice).items():
+    for modality, number in features_in(model, pack, sequence_slice).items():
         layout = model.runner.native.interfaces[modality].layout
         absent = hidden.detach().new_zeros(()).expand(number, hidden.size(-1))
         main, *side = (here.get((modality, name), absent) for name in layout.names)
@@ -71,14 +71,14 @@ def arrived_pack(model: Any, pack: Pack, work: MicroBatchWork, stage: StageInput
     labels = {}
     if stage.span.is_last:
         with torch.no_grad():  # the first stage has the embeddings
-            labels = encode(model, pack, work, {*model.decoder_names}.difference(work.apart)).labels
-    return EncodedPack(pack, work, EncodedMedia(native), labels, [])
+            labels = encode(model, given, {*model.decoder_names}.difference(given.apart)).labels
+    return replace(given, native=native, labels=labels)
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:
     """Return what a stage sends to the next one: ``hidden``, then features as of :func:`features_across`."""
     sent = [hidden]
-    for modality, name in features_across(model, encoded.pack, encoded.work.sequence_slice, cut):
-        features = encoded.media.native[modality]
+    for modality, name in features_across(model, encoded.pack, encoded.sequence_slice, cut):
+        features = encoded.native[modality]
         sent.append(dict(zip(features.layout.names, features.tensors(), strict=True))[name])
     return tuple(sent)

@@ -19,7 +19,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.components.protocols import ComponentAdapter, EncoderMixin, TensorFeatures
 from omnitrain.models.contract.check import contract_of
 from omnitrain.models.discovery import refusing
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.loss.divergence import Divergence, Taught, linear_divergence
@@ -141,7 +141,6 @@ class Teacher(ContainerModel, EncoderMixin):
             self.runner.run(
                 input_ids,
                 head=head,
-                media=EncodedMedia(),
                 arguments={"position_ids": positions[None], "use_cache": False},
                 packed=PackedSequence((0, *accumulate(lengths))),
             )

@@ -18,7 +18,7 @@ from omnitrain.errors import UserError
 from omnitrain.models.components.protocols import MediaWriter, Token
 from omnitrain.models.omni.heads import GeneratedSequence
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 
 WORDS = f"{NATIVE_PREFIX}image"  # the mode of sequences in which the foundation writes an image
 _DECODE = "decode_image_tokens"  # method of such a foundation

@@ -21,7 +21,7 @@ from transformers import masking_utils
 
 from omnitrain.errors import UserError
 from omnitrain.ops.cpu.unread_rows import ReadRows
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 
 # Features that a call can need from a backend; the first four are kinds of masks.
 FULL, CAUSAL, WINDOW, GENERAL = "full", "causal", "window", "general"

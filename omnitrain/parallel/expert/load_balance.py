@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.device import to_device
 from omnitrain.ops.experts.entry import bytes_sent
 from omnitrain.ops.experts.routers import choice_bias, find_router
 from omnitrain.ops.experts.routing_tape import is_replaying
 from omnitrain.ops.experts.weights import num_experts_of
+from omnitrain.ops.host_values import to_device
 from omnitrain.parallel.expert.apply import expert_layers
 from omnitrain.parallel.layout import layout_of
 from omnitrain.recipe import ExpertsBalance
@@ -141,9 +141,9 @@ class RouterMonitor:
         self._num_tokens, self._num_micro_batches = self._summed(local).clamp(min=1).tolist()
 
     @contextmanager
-    def watched(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
+    def watched(self, encoded: EncodedPack) -> Iterator[None]:
         """Wrap the forward of a micro-batch."""
-        self._rows = self._watched_rows = _sample_tokens(pack, work)
+        self._rows = self._watched_rows = _sample_tokens(encoded)
         try:
             yield
         finally:
@@ -267,8 +267,9 @@ def _is_real(pack: Pack) -> Tensor:
     return torch.tensor([index >= 0 for index in pack.info.indices])[_sample_of_token(pack)]
 
 
-def _sample_tokens(pack: Pack, work: MicroBatchWork) -> _SampleTokens:
-    sample, sequence_slice = _sample_of_token(pack), work.sequence_slice
+def _sample_tokens(encoded: EncodedPack) -> _SampleTokens:
+    pack, sequence_slice = encoded.pack, encoded.sequence_slice
+    sample = _sample_of_token(pack)
     # The host knows all positions, so this needs no synchronization with the device.
     positions = torch.arange(len(sample)) if sequence_slice is None else sequence_slice.host_positions
     valid = positions < len(sample)  # False for padding

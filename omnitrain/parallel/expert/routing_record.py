@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from omnitrain.checkpoint.store import set_default_modes
-from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
 from omnitrain.ops.experts.weights import experts_in
@@ -48,9 +47,9 @@ class RoutingOfRun:
         self._changed = Replayed()
 
     @contextmanager
-    def forward_context(self, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
+    def forward_context(self, encoded: EncodedPack) -> Iterator[None]:
         """Wrap the forward of a micro-batch."""
-        info, rows = pack.info, work.sequence_slice.positions if work.sequence_slice is not None else None
+        info, rows = encoded.pack.info, encoded.sequence_slice.positions if encoded.sequence_slice is not None else None
         if self._replayed is not None:
             recording = self._replayed.of_samples(info.ids, info.lengths)
             with recording.replayed(self._model, info.ids, info.lengths, rows) as changed:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +34,7 @@ from omnitrain.parallel.sections.carriers.torch_p2p import Transfer, connect, re
 from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.state import ParallelState
 from omnitrain.peers import GlooGroup, Peers, gloo_group_of
-from omnitrain.plan import Placement
-from omnitrain.plan.schedule.actions import Action, Kind, Schedule
-from omnitrain.plan.schedule.encoders import with_encoders
-from omnitrain.plan.schedule.generators import generate, one_f_one_b
-from omnitrain.plan.schedule.lower import lower
-from omnitrain.plan.schedule.validate import validate
+from omnitrain.plan.schedule.actions import Action, Kind
 from omnitrain.recipe.parallel import ComponentPlan
 from omnitrain.recipe.plan_groups import PipelineSchedule
 
@@ -177,56 +172,6 @@ def cut_into_stages(
     shared |= {ranks: group for ranks in held_by.values() if len(ranks) == state.size("pp")}
     channel = StageChannel(dict.fromkeys(between, group) | pairs, dist.get_process_group_ranks(group), stages.rank)
     return Pipeline(stages, schedule, group, column, channel, held_by, shared)
-
-
-def schedule_of_plan(plan: ComponentPlan, num_micro_batches: int, placements: Iterable[Placement] = ()) -> Schedule:
-    """Return the schedule of the foundation's pipeline, or of gradient accumulation, or raise ScheduleError.
-
-    That of a pipeline has all sends, receives and gathers, and was validated.
-    ``placements``: those with an edge ``exchange`` are encoded by actions of all pipeline ranks.
-    """
-    encoders = tuple(placement for placement in placements if placement.edge == "exchange")
-    num_ranks, settings = plan.pp or 1, plan.schedule or PipelineSchedule()
-    if num_ranks > 1 or settings.overlap:
-        return _lowered(_sizes(settings, num_ranks, num_micro_batches), encoders)
-    return with_encoders(passes_of(settings, 1, num_micro_batches), encoders)
-
-
-def passes_of(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return only the forwards and backwards of a step; see :func:`schedule_of_plan`."""
-    if num_ranks == 1 and not settings.overlap:
-        return one_f_one_b(1, num_micro_batches, extra_warm_up=settings.extra_forwards)
-    return _generated(_sizes(settings, num_ranks, num_micro_batches))
-
-
-class _Sizes(NamedTuple):
-    """What a schedule of forwards and backwards depends on."""
-
-    kind: str
-    num_ranks: int
-    num_micro_batches: int
-    num_chunks: int
-    group_size: int | None
-    overlap: bool
-    extra_forwards: int
-
-
-def _sizes(settings: PipelineSchedule, num_ranks: int, num_micro_batches: int) -> _Sizes:
-    chunks, overlap = settings.stages_per_rank, bool(settings.overlap)
-    of_kind = (chunks, settings.group_size, overlap, settings.extra_forwards)
-    return _Sizes(settings.resolved_kind, num_ranks, num_micro_batches, *of_kind)
-
-
-@lru_cache(maxsize=32)
-def _generated(sizes: _Sizes) -> Schedule:
-    return generate(**sizes._asdict())
-
-
-@lru_cache(maxsize=32)
-def _lowered(sizes: _Sizes, encoders: tuple[Placement, ...]) -> Schedule:
-    schedule = lower(with_encoders(_generated(sizes), encoders))
-    validate(schedule)
-    return schedule
 
 
 def units_by_stage(

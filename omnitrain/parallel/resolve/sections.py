@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from omnitrain.errors import ScheduleError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.packages import install_command
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
+from omnitrain.parallel.placement import pipeline_shape
 from omnitrain.parallel.sections.carriers.nixl import nixl_is_installed
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.schedule.actions import Kind, SectionWindows
 from omnitrain.plan.schedule.generators import least_micro_batches
 from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, Section, raise_problems
 from omnitrain.recipe.plan_groups import PipelineSchedule
@@ -157,7 +158,7 @@ def starving_sections(
         num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
         windows = [full_windows(plan, plans, each, num_micro_batches, decoders) for each in together]
         try:
-            schedule = schedule_of_plan(foundation, num_micro_batches)
+            schedule = table_of(pipeline_shape(foundation), num_micro_batches)
             validate(with_sections(schedule, windows, dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))
         except ScheduleError as error:
             found[str(error)] = None

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from omnitrain.data.packing.pack import Pack
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.delayed_wgrad import WeightGradients, delaying
 from omnitrain.ops.draws import StepDraws
@@ -30,14 +30,14 @@ from omnitrain.parallel.schedule.heads import HeadsApart
 from omnitrain.parallel.schedule.position import row_of, running_action
 from omnitrain.parallel.sections.carriers.torch_p2p import Transfer
 from omnitrain.parallel.step.media_dispatch import StepBatch
-from omnitrain.parallel.step.work import work_of
+from omnitrain.parallel.step.work import encoded_pack
 from omnitrain.parallel.watch.report import Phase, RunningAction
 from omnitrain.plan.schedule.actions import WEIGHTS, Action, Kind, Schedule, without_backwards
 from omnitrain.recipe.parallel import FOUNDATION
 
 OnOutput = Callable[[Pack, OmniOutput], Any]
-ForwardContext = Callable[[Pack, MicroBatchWork], AbstractContextManager[Any]]
-OnEncoded = Callable[[int, Pack, MicroBatchWork], Any]
+ForwardContext = Callable[[EncodedPack], AbstractContextManager[Any]]
+OnEncoded = Callable[[int, EncodedPack], Any]
 
 _Key = tuple[int, int]  # stage, micro-batch
 
@@ -90,7 +90,7 @@ class Executor:
         recorder: records the actions while it is on.
         upcoming: the next step, some of whose items a section encodes in this one.
         trains: whether backwards follow, if the step has tokens to predict.
-        on_encoded: called in place of the foundation's forwards, with a micro-batch, its pack, and its features.
+        on_encoded: called in place of the foundation's forwards, with a micro-batch, and its pack with features.
     """
 
     def __init__(
@@ -229,22 +229,22 @@ class Executor:
 
     def _output(self, stage: int, micro_batch: int, pack: Pack, arrived: tuple[Tensor, ...]) -> Any:
         """The output of a stage for a micro-batch."""
-        work = work_of(self._model, self._batch, micro_batch)
+        given = encoded_pack(self._model, self._batch, micro_batch, pack)
         with ExitStack() as stack:
             if self._draws is not None:
                 stack.enter_context(self._draws.forward(micro_batch))
             for context in self._contexts:
-                stack.enter_context(context(pack, work))
+                stack.enter_context(context(given))
             if stage == 0 and self._held is None and isinstance(self._model, FSDPModule):
                 self._model.unshard()  # the root may have parameters of components, which are called before it
             if stage in (0, self._last):
                 features = self._graph.labels_of if stage else self._graph.features_of
-                work = replace(work, features=features(micro_batch, pack))
+                given = replace(given, features=features(micro_batch, pack))
             if self._on_encoded is not None:
-                return self._on_encoded(micro_batch, pack, work)
+                return self._on_encoded(micro_batch, given)
             if self._messages is None:
-                return self._model(pack, work)
-            return self._model(pack, work, self._messages.input_of(stage, arrived))
+                return self._model(given)
+            return self._model(given, self._messages.input_of(stage, arrived))
 
     def _loss(self, losses: list[Tensor]) -> tuple[Tensor, ...]:
         """The sum of the losses of a stage and of its routers, which is part of the total; empty without any."""

@@ -89,7 +89,7 @@ class StepGraph:
         if (later := window - self._batch.plan.num_micro_batches) >= 0:
             assert self._upcoming is not None
             with torch.no_grad():
-                features, _ = self._run(self._upcoming, component, later)()
+                features, *_ = self._run(self._upcoming, component, later)()
             self._messages[component].kept[later] = tuple(features.tensors())
         elif self._is_encoded(component, window):
             self._encode(component, window)
@@ -159,7 +159,7 @@ class StepGraph:
             placement = self._nodes[component].placement
             if placement.head is not None:
                 with torch.no_grad():
-                    features, _ = self._run(self._batch, component, micro_batch, pack)()
+                    features, *_ = self._run(self._batch, component, micro_batch, pack)()
                 exchange = exchange_in(self._model, self._batch, placement, micro_batch)
                 tensors = features.tensors()
                 found[component] = features.with_rows(tensors if exchange is None else exchange.send(tensors))
@@ -200,7 +200,9 @@ class StepGraph:
 
     def _encode(self, component: str, window: int, pack: Pack | None = None) -> None:
         node = self._nodes[component]
-        node.encode(window, self._run(self._batch, component, window, pack))
+        labels = node.encode(window, self._run(self._batch, component, window, pack))
+        if labels is not None:
+            self.labels[component, window] = labels
         if (reads := node.placement.reads) and not node.is_trained:
             self._keep_gradients(reads, self._start(reads, window), window)
 
@@ -210,17 +212,15 @@ class StepGraph:
         caller, draws = int(self._topology.call_group_of(component)[self._rank, 0]), None if pack else self._draws
         around = nullcontext if self._layout is None else self._layout.sharing.get(component, nullcontext)
 
-        def run() -> tuple[MediaFeatures, list[Tensor]]:
+        def run() -> tuple[MediaFeatures, list[Tensor], Tensor | None]:
             items, numbers = calls_in(self._model, batch, component, window, pack)
             if leaves is not None:
                 items = {name: reading(groups, leaves) for name, groups in items.items()}
             with nullcontext() if draws is None else draws.forward(component, window, caller):
                 features, idle = call_component(self._model, component, items, numbers, around)
-            if component in self._topology.heads_apart:  # the labels stay here
-                features, labels = divided_labels(features)
-                assert labels is not None
-                self.labels[component, window] = labels
-            return features, idle
+            stay = component in self._topology.heads_apart
+            features, labels = divided_labels(features) if stay else (features, None)
+            return features, idle, labels
 
         return run
 

@@ -130,7 +130,7 @@ class HeadsApart:
         """End the step: wait until all messages have left; nothing may be left."""
         for edge in self._edges.values():
             edge.finish()
-        left = [key for kept in (self._kept, self._states, self._losses, self._gradients) for key in kept]
+        left = [key for kept in (self._labels, self._kept, self._states, self._losses, self._gradients) for key in kept]
         assert not left, f"(decoder, micro-batch) whose loss or gradients nobody has taken: {left}"
 
 

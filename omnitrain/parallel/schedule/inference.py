@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 from omnitrain.data.packing.pack import Pack
 from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.stage import BlockSpan
-from omnitrain.models.omni.encode import MicroBatchWork
-from omnitrain.models.omni.inference import Inference, T
+from omnitrain.models.omni.inference import Inference, T, encoded_prompts
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.stage import StageInput
 from omnitrain.parallel.fsdp.units import gathered
@@ -111,13 +110,13 @@ class InferenceOnRanks(Inference):
             notify(number)
             self._run(batch, on_output=take)
 
-    def encode(self, model: OmniModel, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedMedia]:
+    def encode(self, model: OmniModel, packs: Sequence[Pack], wanted: Collection[int]) -> dict[int, EncodedPack]:
         """See :class:`Inference`."""
-        found: dict[int, EncodedMedia] = {}
+        found: dict[int, EncodedPack] = {}
 
-        def keep(first: int, index: int, pack: Pack, work: MicroBatchWork) -> None:
+        def keep(first: int, index: int, given: EncodedPack) -> None:
             if first + index in wanted:
-                found[first + index] = model.encode_media(pack, work).media
+                found[first + index] = encoded_prompts(model, given)
 
         for first, batch in self._steps(packs):
             self._run(replace(batch, is_sliced=False), on_encoded=partial(keep, first))

@@ -13,7 +13,8 @@ from omnitrain.models.discovery import MediaFeatures
 from omnitrain.parallel.schedule.edge import Edge
 from omnitrain.plan import Placement
 
-Run = Callable[[], tuple[MediaFeatures, list[Tensor]]]  # makes this rank's calls: their features, and idle results
+# Makes this rank's calls: their features, idle results, and the labels of a decoder whose head is here, too.
+Run = Callable[[], tuple[MediaFeatures, list[Tensor], Tensor | None]]
 
 
 @dataclass
@@ -106,17 +107,19 @@ class Node:
         self.placement, self.edge, self.is_trained, self._twice = placement, edge, is_trained, twice
         self.windows: dict[int, Window] = {}
 
-    def encode(self, first: int, run: Run) -> None:
-        """Encode a window.
+    def encode(self, first: int, run: Run) -> Tensor | None:
+        """Encode a window; return the labels that stay on this rank.
 
         Args:
             first: its first micro-batch.
             run: makes this rank's calls.
         """
         with torch.set_grad_enabled(self.is_trained and not self._twice and torch.is_grad_enabled()):
-            self.windows[first] = Window.of(*run())
+            features, idle, labels = run()
+            self.windows[first] = Window.of(features, idle)
         if self.is_trained and self._twice:
             self.windows[first].again = run
+        return labels
 
     def send(self, first: int) -> None:
         """Let the features of a window leave."""
@@ -147,7 +150,7 @@ class Node:
         if gradients is None:
             self.edge.give_back(first, window.all_gradients(device))
             gradients = self.edge.take_gradients(first, window.num_rows)
-        called = window if window.again is None else Window.of(*window.again())
+        called = window if window.again is None else Window.of(*window.again()[:2])
         in_turn = iter(gradients)
         of_features = [next(in_turn) if has else None for has in window.has_gradient]
         pairs = [*zip(called.roots, of_features, strict=True), *called.idle]

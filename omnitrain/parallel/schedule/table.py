@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import ModelLayout, layout_of
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.plan import StepPlan
 from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindows
 from omnitrain.plan.schedule.sections import with_sections
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
+from omnitrain.recipe.parallel import FOUNDATION
 
 
 def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = None) -> Schedule:
@@ -21,12 +20,9 @@ def schedule_of(model: OmniModel, plan: StepPlan, upcoming: StepPlan | None = No
         plan: of the step.
         upcoming: of the next step, for sections that encode ahead; None: the last one, or no section of this rank does.
     """
-    layout = layout_of(model)
-    number = plan.num_micro_batches
-    if not number:
+    if not plan.num_micro_batches:
         return Schedule(((),), (0,), 0)
-    foundation = ComponentPlan() if layout is None else layout.components[FOUNDATION].plan
-    schedule = schedule_of_plan(foundation, number, plan.topology.components)
+    layout, schedule = layout_of(model), plan.schedule
     if layout is None or not layout.sections:
         return schedule
     estimate = _Estimate(plan, schedule.num_stages // schedule.num_pipeline_ranks)

@@ -26,7 +26,7 @@ from omnitrain.models.discovery import MediaFeatures
 from omnitrain.models.omni.encode import call_component, divided_labels
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.parallel.sections.carriers.nixl import NixlCarrier
 from omnitrain.parallel.sections.carriers.torch_p2p import torch_carrier
 from omnitrain.parallel.sections.message import Arrival, Carrier, Departure, Ends, Message, Part, Rows

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omnitrain.models.foundation.sequence_slice import fewest_tokens
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.parallel.sequence.head_exchange import equal_spans, heads_to_tokens, tokens_to_heads
 from omnitrain.parallel.sequence.ulysses import UlyssesShard
 from omnitrain.parallel.state import ParallelState

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from omnitrain.errors import UserError
 from omnitrain.ops.attention.spec import AttentionCall
 from omnitrain.ops.collectives import gather_rows
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.parallel.sequence.head_exchange import HeadSpans, equal_spans, heads_to_tokens, tokens_to_heads
 from omnitrain.parallel.sequence.ring import ring_attention
 from omnitrain.plan.sequence import SequenceSplit

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.parallel.step.feature_routing import row_splits
 from omnitrain.plan import RowRoutes
 

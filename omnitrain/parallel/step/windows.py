@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
-from omnitrain.parallel.pipeline.apply import passes_of
 from omnitrain.parallel.pipeline.stages import parameters_met
 from omnitrain.parallel.resolve import dtype_of
 from omnitrain.plan.windows import WindowChoice, WindowChooser
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan
-from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def window_chooser(model: OmniModel) -> WindowChooser | None:
@@ -28,12 +24,10 @@ def window_chooser(model: OmniModel) -> WindowChooser | None:
     ]
     if all(choice.is_fixed for choice in choices):
         return None
-    schedule, stages = plans[FOUNDATION].schedule, layout.states[FOUNDATION].size("pp")
-    passes = partial(passes_of, schedule or PipelineSchedule(), stages)
     num_parameters = {name: sum(p.numel() for p in weights.values()) for name, weights in model.components.items()}
     blocks, head = parameters_met(model)
     num_parameters |= {FOUNDATION: round(sum(blocks) + head)}
-    return WindowChooser([choice for choice in choices if not choice.is_fixed], passes, num_parameters)
+    return WindowChooser([choice for choice in choices if not choice.is_fixed], num_parameters)
 
 
 def bytes_per_feature(model: OmniModel, component: str, plan: ComponentPlan) -> int:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
-from omnitrain.models.omni.encode import MicroBatchWork, own_calls
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.omni.encode import own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.sequence.apply import RankSlice, slice_of
@@ -17,10 +18,11 @@ from omnitrain.parallel.step.media_dispatch import StepBatch
 from omnitrain.plan import Placement
 
 
-def work_of(model: OmniModel, batch: StepBatch, micro_batch: int) -> MicroBatchWork:
-    """Return this rank's work in the forward of a micro-batch, without the features that it reads."""
+def encoded_pack(model: OmniModel, batch: StepBatch, micro_batch: int, pack: Pack) -> EncodedPack:
+    """Return this rank's part in the forward of a micro-batch, without the features that it reads."""
     _, heads = batch.plan.calls_and_heads(micro_batch)
-    return MicroBatchWork(heads, slice_in(model, batch, micro_batch), apart=batch.plan.topology.heads_apart)
+    own = slice_in(model, batch, micro_batch)
+    return EncodedPack(pack, sequence_slice=own, heads=heads, apart=batch.plan.topology.heads_apart)
 
 
 def slice_in(model: OmniModel, batch: StepBatch, micro_batch: int) -> RankSlice | None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from omnitrain.data.packing.budget import pack_all
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
-from omnitrain.models.omni.encode import MicroBatchWork, idle_prompt
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.collectives import gathered_objects
 from omnitrain.ops.experts.routing_replay import Recording, Replayed
@@ -107,10 +108,10 @@ class _Routing:
         self._changed: list[Replayed] = []
 
     @contextmanager
-    def forward_context(self, step: int, pack: Pack, work: MicroBatchWork) -> Iterator[None]:
+    def forward_context(self, step: int, encoded: EncodedPack) -> Iterator[None]:
         """Wrap the forward of a micro-batch."""
-        info = pack.info
-        rows = None if work.sequence_slice is None else work.sequence_slice.positions
+        info = encoded.pack.info
+        rows = None if encoded.sequence_slice is None else encoded.sequence_slice.positions
         if self._replayed is not None:
             with self._replayed[step].replayed(self._model, info.ids, info.lengths, rows) as changed:
                 self._changed.append(changed)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, permutations, product, zip_longest
+from itertools import accumulate, chain, islice, permutations, product
 from math import factorial, prod
 from operator import add
 from random import Random
 
+from omnitrain.plan.wavefront.dispatch import dispatched
 from omnitrain.plan.wavefront.feeds import Feeder, Sink, Wavefront
 from omnitrain.plan.wavefront.simulate import FORWARD, makespan
 
@@ -91,7 +92,16 @@ def _own_work(wave: Wavefront, feeder: Feeder, fed: Sequence[int]) -> Iterator[f
     if trained:
         first = min(feeder.forward[s] + _stay(wave, s) for s in trained)
         yield max(forwards, first) + backwards
-        yield sum(feeder.forward[s] + _stay(wave, s) + feeder.backwards[s] for s in trained) / feeder.keeps
+        own = sum(feeder.forward[s] + wave.work[s] + feeder.backwards[s] for s in trained)
+        others = sum(_beside(wave, [s for s in trained if wave.lane[s] == lane], lane) for lane in feeder.lanes)
+        yield (own + max(others, sum(wave.exposed[s] for s in trained))) / feeder.keeps
+
+
+def _beside(wave: Wavefront, stay: Sequence[int], lane: int) -> float:
+    """The least work of others that a lane runs between forward and backward of some of its samples, added up."""
+    works = sorted(work for work, own in zip(wave.work, wave.lane, strict=True) if own == lane)
+    further = wave.extra_forwards if wave.sinks else 0
+    return further * sum(works[: max(len(stay) - further, 0)])
 
 
 def _lanes_in_turn(feeder: Feeder, lanes: Sequence[Sequence[int]], whole: Sequence[float]) -> Iterator[float]:
@@ -114,6 +124,7 @@ def _last_of(begins: Sequence[float], seconds: Iterable[float]) -> float:
 BUDGET = 16_000  # simulated samples; 20 to 45 ms
 _LEAST_SIMULATIONS = 5
 _NUM_FITTED = 8  # of the seeds for feeders with limits
+_PACES = (0.02, 0.06, 0.2)  # of the seeds with sinks
 _EXACT = 1 + 1e-9
 
 
@@ -126,7 +137,7 @@ def best_order(wave: Wavefront, budget: int = BUDGET) -> list[int]:
     """
     bound = lower_bound(wave) * _EXACT
     best, shortest = list(range(wave.num_samples)), float("inf")
-    passes = wave.num_samples * (4 if wave.sinks else 1)
+    passes = wave.num_samples * (5 if wave.sinks else 1)
     random, most = Random(0), max(budget // max(passes, 1), _LEAST_SIMULATIONS)
     # Only the orders inside of lanes that wait for each other differ.
     apart = wave.lanes_of(best) if wave.coupled else [best]
@@ -156,15 +167,15 @@ def _neighbour(best: list[int], random: Random) -> list[int]:
 
 def seeds(wave: Wavefront, random: Random) -> Iterator[list[int]]:
     """Yield orders that are good in different situations."""
-    level = _level(wave, [sum(seconds) for seconds in zip(*wave.loads, wave.exposed, strict=True)])
+    if wave.sinks:
+        yield from (dispatched(wave, random, pace) for pace in _PACES)
+        return
+    level = _level(wave, [sum(seconds) for seconds in zip(*wave.loads, strict=True)])
     yield by_need(wave, level)
     yield by_need(wave, [lane[::-1] for lane in level])  # text before heavy media, which takes time to encode
-    if wave.sinks:
-        yield list(range(wave.num_samples))
-        yield by_need(wave, _between(wave))
     waits = any(feeder.keeps < sum(b > 0 for b in feeder.backwards) for feeder in wave.feeders)
     if waits and not wave.coupled:  # a feeder may have to run a backward before it may run a forward
-        yield from (fitted(wave, random) for _ in range(_NUM_FITTED // (2 if wave.sinks else 1)))
+        yield from (fitted(wave, random) for _ in range(_NUM_FITTED))
 
 
 def by_need(wave: Wavefront, lanes: Lanes) -> list[int]:
@@ -197,18 +208,6 @@ def _level(wave: Wavefront, load: Sequence[float]) -> Lanes:
         surplus += load[sample] - share * wave.work[sample]
         if len(orders[lane]) < len(lanes[lane]):
             heapq.heappush(upcoming, (seconds + wave.work[sample], lane))
-    return orders
-
-
-def _between(wave: Wavefront) -> Lanes:
-    """The samples with the longest losses between others with long work; lanes take turns to begin with a loss."""
-    orders: Lanes = []
-    for number, lane in enumerate(wave.lanes_of(range(wave.num_samples))):
-        by_loss = sorted(lane, key=lambda s: -wave.exposed[s])
-        losses, others = by_loss[: len(lane) // 2], by_loss[len(lane) // 2 :]
-        sides = (sorted(others, key=lambda s: -wave.work[s]), losses)
-        turns = zip_longest(*(sides if number % 2 == 0 else sides[::-1]))
-        orders.append([s for turn in turns for s in turn if s is not None])
     return orders
 
 

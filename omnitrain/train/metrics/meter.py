@@ -18,7 +18,7 @@ import torch
 from omnitrain.data.packing.pack import Pack, PackInfo
 from omnitrain.errors import TrainingError
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 from omnitrain.peers import SINGLE_PROCESS, Peers
 from omnitrain.recipe.train import EarlyStopping
 from omnitrain.report.svg import numbers_in

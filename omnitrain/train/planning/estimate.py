@@ -13,15 +13,15 @@ import numpy as np
 
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import stages_of
-from omnitrain.parallel.placement import place_components
+from omnitrain.parallel.placement import pipeline_shape, place_components
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
 from omnitrain.plan.placement import Topology
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import MessageCost, Timeline, simulate
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.step import Rates, StepPlan, plan_step
 from omnitrain.plan.tables import MicroBatchFacts, decode_tables, encode_table
 from omnitrain.plan.wavefront.step import SectionLimits, StepOrder, rearranged
@@ -311,7 +311,7 @@ class StepEstimate:
     def _simulated(self) -> tuple[Schedule, Timeline]:
         plan, number = self._layout.plan, self._step.num_micro_batches
         placements = [self._layout.topology.component(name) for name in self._encodings]
-        schedule = schedule_of_plan(self._plan, number, placements)
+        schedule = table_of(pipeline_shape(self._plan), number, placements)
         if plan.sections:
             decoders = self._layout.topology.heads_apart
             windows = [full_windows(plan, self._layout.plans, name, number, decoders) for name in plan.sections]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from omnitrain.data.packing.pack import Pack
-from omnitrain.models.omni.encode import MicroBatchWork
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.spec import forget_specs
 from omnitrain.ops.experts.routing_replay import evenly_routed
@@ -148,11 +148,11 @@ def _accumulate(model: OmniModel, batch: StepBatch, meter: RankMeter) -> list[Ac
     """Run the forwards and backwards of a step."""
     has_experts = any(True for _ in experts_in(model.foundation))
 
-    def routed(pack: Pack, work: MicroBatchWork) -> AbstractContextManager[Any]:
+    def routed(encoded: EncodedPack) -> AbstractContextManager[Any]:
         if not has_experts:
             return nullcontext()
-        own = work.sequence_slice
-        return evenly_routed(model, sum(pack.info.lengths) if own is None else len(own.positions))
+        own = encoded.sequence_slice
+        return evenly_routed(model, sum(encoded.pack.info.lengths) if own is None else len(own.positions))
 
     recorder = _Actions(meter)
     accumulate_gradients(model, batch, recorder=recorder, forward_context=routed)

@@ -96,6 +96,7 @@ def trainable(model: torch.nn.Module) -> list[str]:
 
 _OF_RUN = ("recipe.yaml", LAYOUT_FILE, ENVIRONMENT_FILE)  # copied from the folder of the run as they are then
 _POLL_SECONDS = 0.01
+_TOLD_AFTER_SECONDS = 2.0  # of waiting for a checkpoint that is being written
 _OTHERS_SECONDS = 60.0  # in which writers of other ranks finish, although their ranks may have ended
 
 
@@ -204,6 +205,7 @@ class Saver:
         if self._begun is None:
             return None
         assert self._writer is not None, "it has begun"
+        told_at = time.monotonic() + _TOLD_AFTER_SECONDS
         while True:
             is_writing, has_failed = self._ranks.peers.any_of_each([self.is_writing, self.has_failed])
             if has_failed:  # the processes of other ranks may wait for the one that failed
@@ -212,6 +214,9 @@ class Saver:
                 raise_on_all(self._ranks.peers, error)
             if not is_writing:
                 return self._written()
+            if self._ranks.is_first and time.monotonic() > told_at:
+                console.print(f"waiting until the checkpoint of step {self._begun} is written")
+                told_at = math.inf
             time.sleep(_POLL_SECONDS)
 
     def _written(self) -> Path:

@@ -12,9 +12,8 @@ from rich.table import Column, Table
 from omnitrain.errors import UserError
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.layout import section_text
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.pipeline.stages import PipelineStages, holders, path_of_blocks, stages_of
-from omnitrain.parallel.placement import place_components
+from omnitrain.parallel.placement import pipeline_shape, place_components
 from omnitrain.parallel.resolve import resolve_without_ranks
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.parallel.state import ParallelState, states_of_components
@@ -23,6 +22,7 @@ from omnitrain.plan.schedule.actions import Action, Kind, Schedule, SectionWindo
 from omnitrain.plan.schedule.draw import as_json, gantt, graph, grid, row_names
 from omnitrain.plan.schedule.sections import with_sections
 from omnitrain.plan.schedule.simulate import Timeline, simulate
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanError, Section
@@ -126,7 +126,7 @@ class _Planned:
 
     def main(self, placements: Iterable[Placement] = ()) -> Schedule:
         """The schedule of the ranks that read packs."""
-        return schedule_of_plan(self.plans[FOUNDATION], self.number, placements)
+        return table_of(pipeline_shape(self.plans[FOUNDATION]), self.number, placements)
 
 
 def show_schedule(

@@ -179,7 +179,10 @@ def uncut(split_settings: Data, processor: OmniProcessor) -> list[list[tuple[int
     return steps_of(split_settings, processor, 8)[0]
 
 
-@pytest.mark.parametrize(("stop", "ranks", "workers"), [(3, 1, 0), (4, 3, 0), (6, 2, 2)])
+@pytest.mark.parametrize(
+    ("stop", "ranks", "workers"),
+    [(3, 1, 0), pytest.param(4, 3, 0, marks=pytest.mark.second), pytest.param(6, 2, 2, marks=pytest.mark.second)],
+)
 def test_a_run_resumes_among_the_pieces_of_a_conversation(
     split_settings: Data, processor: OmniProcessor, uncut: Any, stop: int, ranks: int, workers: int
 ) -> None:

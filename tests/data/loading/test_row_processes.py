@@ -105,6 +105,7 @@ def test_a_row_that_hangs_is_rejected_at_its_deadline(
     assert {row.source for row in loader.rejected.values()} == {"image_to_text"}
 
 
+@pytest.mark.second
 def test_what_was_late_is_rejected_again_by_a_resumed_run_in_which_it_would_be_fast(
     processor: OmniProcessor, tmp_path: Path
 ) -> None:

@@ -48,7 +48,7 @@ def train(recipe: Path, overrides: Sequence[str]) -> Indices:
     [
         (2, ["parallel.default.ulysses=2"]),
         pytest.param(2, ["parallel.components.foundation.tp=2"], marks=pytest.mark.slow),
-        (2, ["parallel.components.foundation.pp=2"]),
+        pytest.param(2, ["parallel.components.foundation.pp=2"], marks=pytest.mark.second),
         pytest.param(4, ["parallel.default.ulysses=2", "train.packs_per_step=2"], marks=pytest.mark.slow),
         pytest.param(4, ["parallel.default.ulysses=2"], marks=pytest.mark.slow),
     ],

@@ -48,6 +48,7 @@ class Counting:
             yield frame
 
 
+@pytest.mark.second
 def test_ten_minutes_cost_no_more_than_half_a_minute_for_as_many_frames() -> None:
     counts = {}
     for seconds in (30, 600):

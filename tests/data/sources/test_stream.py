@@ -104,7 +104,7 @@ def run(loader: StepLoader, steps: int) -> Iterator[list[tuple[int, str]]]:
         yield sorted(pair for info in infos for pair in zip(info.indices, info.ids, strict=True))
 
 
-@pytest.mark.parametrize(("limit", "stops"), [(None, [20]), (40, [5, 20])])
+@pytest.mark.parametrize(("limit", "stops"), [(None, [20]), pytest.param(40, [5, 20], marks=pytest.mark.second)])
 def test_a_run_resumes_in_any_pass_and_says_what_it_skips(hub: None, limit: int | None, stops: list[int]) -> None:
     uncut = list(run(loader(limit=limit), 30))
     rows = [int(name.removeprefix("NAME[").removesuffix("]")) for step in uncut for _, name in step]

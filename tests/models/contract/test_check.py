@@ -26,7 +26,7 @@ from omnitrain.models.contract import check
 from omnitrain.models.contract.check import check_contract
 from omnitrain.models.contract.tiny_model import init_peaked_, tiny_config
 from omnitrain.models.discovery import MediaFeatures, discover
-from omnitrain.models.foundation.runner import EncodedMedia, FoundationRunner
+from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.ops.attention import entry
 from omnitrain.ops.attention.packed_context import PackedSequence
@@ -272,9 +272,7 @@ def test_segmented_modules_are_exact_and_refuse_to_be_recomputed_as_one_sample()
     arguments = {"position_ids": torch.cat([torch.arange(5), torch.arange(6)])[None], "use_cache": False}
 
     def run() -> torch.Tensor:
-        return runner.run(
-            ids, head=_plain_head, media=EncodedMedia(), arguments=arguments, packed=PackedSequence((0, 5, 11))
-        ).logits
+        return runner.run(ids, head=_plain_head, arguments=arguments, packed=PackedSequence((0, 5, 11))).logits
 
     apart = [plain(input_ids=part, use_cache=False).logits[0] for part in (ids[:, :5], ids[:, 5:])]
     torch.testing.assert_close(run()[0], torch.cat(apart), rtol=1e-5, atol=1e-5)

@@ -269,7 +269,7 @@ def test_tokens_of_an_image_see_each_other_and_nothing_later_as_by_a_mask_by_han
     (sample,) = samples(model, 1)
     pack = Pack.from_samples([sample])
     encoded = model.encode_media(pack)
-    ((positions, embeds),) = encoded.media.inserted
+    ((positions, embeds),) = encoded.inserted
     rows = model.foundation.get_input_embeddings()(pack.input_ids).index_put((torch.tensor(0), positions), embeds)
     sees = torch.ones(pack.num_tokens, pack.num_tokens, dtype=torch.bool).tril()
     sees[positions[:, None], positions] = True

@@ -151,6 +151,7 @@ def test_ranks_train_several_sizes_as_one_process(ranks: RankPool, run: Path, tm
     assert_same_run(tmp_path / "many", run.parent / "one")
 
 
+@pytest.mark.second
 def test_generate_takes_a_size_and_refuses_another(run: Path, tmp_path: Path) -> None:
     command = ["generate", str(run.parent / "one"), "--prompt", "draw 1", "--output", str(tmp_path)]
     refused = CliRunner().invoke(app, [*command, "--size", "320x192"])

@@ -48,6 +48,7 @@ def in_stages() -> PreTrainedConfig:
     )
 
 
+@pytest.mark.second
 def test_of_a_model_that_speaks_in_stages_the_part_that_reads_is_trained_and_put_back(tmp_path: Path) -> None:
     """The other parts keep their bits."""
     whole, back = tmp_path / "whole", tmp_path / "back"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.foundation.sequence_slice import cut_pack, local_positions
 from omnitrain.models.omni.encode import filled_up
 from omnitrain.plan.sequence import split_sequence
@@ -34,7 +35,8 @@ def test_tokens_are_found_in_any_order_and_not_where_they_are_not() -> None:
 
 def test_a_row_is_filled_up_with_a_sample_of_its_own() -> None:
     text = pack("text")
-    longer = filled_up(any_to_any(), text, SimpleNamespace(num_tokens=text.num_tokens + 3))
+    own: Any = SimpleNamespace(num_tokens=text.num_tokens + 3)
+    longer = filled_up(any_to_any(), EncodedPack(text, sequence_slice=own)).pack
     assert longer.info.lengths == (*text.info.lengths, 3) and longer.cu_seqlens.tolist()[-1] == longer.num_tokens
     assert torch.equal(longer.text_rows, text.text_rows)
 

@@ -63,7 +63,7 @@ def test_deepstack_levels_are_read_by_the_stage_that_has_their_block() -> None:
     assert isinstance(first, Tensor) and first.shape == (1, pack.num_tokens, 64)
     first.sum().backward()
     assert len(results) == 2 * 3  # of images and of videos: embeddings and two levels
-    for features in encoded.media.native.values():
+    for features in encoded.native.values():
         grads = [tensor.grad for tensor in features.tensors()]
         assert [grad is not None and bool(grad.any()) for grad in grads] == [True, True, False]
 
@@ -101,6 +101,7 @@ def test_the_gradient_of_the_foundations_output_is_the_first_to_arrive() -> None
     assert order == ["output", "block"]
 
 
+@pytest.mark.second
 def test_tied_embeddings_get_both_gradients() -> None:
     model, packs = pair("qwen3_vl_moe", tied=True).ours, [pair("qwen3_vl_moe", tied=True).pack()]
     assert model.foundation.lm_head.weight is model.foundation.get_input_embeddings().weight
@@ -152,6 +153,7 @@ def test_a_stage_finds_its_blocks_once_and_runs_none_of_the_others() -> None:
     assert made == [] and stand_in.call_count == 1  # of the block that gets what the stage before sent
 
 
+@pytest.mark.second
 def test_a_cut_at_which_the_model_is_not_exact_is_refused_with_the_measurement() -> None:
     """The last layers of this model take keys and values from earlier ones."""
     model, pack = pair("gemma4").ours, pair("gemma4").pack()
@@ -177,6 +179,7 @@ def test_one_block_cannot_be_cut() -> None:
         found.require("Qwen3", 1)
 
 
+@pytest.mark.second
 def test_blocks_that_run_without_gradients_are_not_cut() -> None:
     """HRM runs the first turns of its recurrence without gradients, so a first stage would learn nothing."""
     config = next(small_configs("hrm_text"))

@@ -55,6 +55,7 @@ def test_a_file_with_what_the_model_has_tells_nothing(tmp_path: Path) -> None:
     assert model.unused_tensors == {} and unused_line(model.unused_tensors) == ""
 
 
+@pytest.mark.second
 def test_check_run_and_export_tell_of_them_and_a_saved_model_remembers(tmp_path: Path) -> None:
     build_foundation_model(FOUNDATION).save_pretrained(tmp_path / "foundation")
     tiny_tokenizer().save_pretrained(tmp_path / "foundation")

@@ -213,6 +213,7 @@ def test_the_widths_of_a_model_of_thirty_billion_parameters_need_no_memory_for_w
     assert passes.model.kept == 3 * layers * heads * 4 * head * (4096 * 4097 // 2)
 
 
+@pytest.mark.second
 def test_the_example_of_the_docs_is_what_is_counted() -> None:
     example = (Path(__file__).parents[3] / "docs" / "performance.md").read_text().split("### An example")[1]
     config = Recipe.load("quickstart").model.foundation.config

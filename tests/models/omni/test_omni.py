@@ -13,8 +13,9 @@ from torch import nn
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError, WeightsError
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.build import build_foundation_model, build_omni_model
-from omnitrain.models.omni.encode import MicroBatchWork, call_component
+from omnitrain.models.omni.encode import call_component
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.named_parameters import freeze
 from omnitrain.models.omni.summary import component_rows
@@ -100,7 +101,7 @@ def test_calls_without_data_change_no_loss_and_build_no_processor_again(
         adapter = kind.adapter
         monkeypatch.setattr(kind, "adapter", lambda self, adapter=adapter: built.append(self) or adapter(self))
     text = Pack.from_samples([sample for sample in samples if not sample.spans])
-    alone, with_heads = model(text), model(text, MicroBatchWork(heads=model.decoder_names))
+    alone, with_heads = model(text), model(EncodedPack(text, heads=model.decoder_names))
     assert with_heads.losses["text"].sum.item() == alone.losses["text"].sum.item()
     for _ in range(2):
         made = [call_component(model, name, {}, {name: 3}) for name in (*model.encoder_names, *model.decoder_names)]

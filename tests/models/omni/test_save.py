@@ -147,6 +147,7 @@ def peak_of_saving(folder: Path) -> tuple[int, int]:
     return sum(parameter.numel() * 4 for parameter in model.parameters()), peak_bytes(save)
 
 
+@pytest.mark.second
 def test_no_rank_has_more_than_its_file_in_memory(ranks: RankPool, tmp_path: Path) -> None:
     """A layer of 16, what is gathered of the next, and what gloo's thread has not let go of yet."""
     for whole, peak in ranks.run(peak_of_saving, tmp_path, timeout_s=60, world=4):

@@ -48,6 +48,7 @@ def recompute(layers: list[tuple[MaskSpec, RoutingTape]]) -> None:
             attend(spec)
 
 
+@pytest.mark.second
 def test_rows_of_any_length_are_attended_to_by_layers_of_all_kinds_in_forwards_and_recomputations(
     graphs: list[torch.fx.GraphModule],
 ) -> None:

@@ -85,6 +85,7 @@ def train_on_random_shapes(model: nn.Module, number: int, **options: str) -> Com
     return compiled
 
 
+@pytest.mark.second
 def test_random_shapes_compile_two_graphs_for_all_blocks():
     model = packed_model()
     fuse_ops(model, {"rms_norm": "fused"})
@@ -112,6 +113,7 @@ def test_fifty_random_shapes_compile_two_graphs_with_inductor(norms):
     assert sum(compiled.compilations.values()) == 2
 
 
+@pytest.mark.second
 def test_too_many_recompiles_are_an_error():
     model = packed_model()
     compiled = compile_blocks(model, CPU, max_recompiles=0, backend="eager")
@@ -132,6 +134,7 @@ def test_a_second_model_of_the_same_shapes_compiles_nothing():
         assert bool(compiled.compilations) == expected
 
 
+@pytest.mark.second
 def test_paused_blocks_do_not_compile_and_what_is_no_block_does():
     model, others = packed_model(), []
     compiled = compile_blocks(model, CPU, backend="eager")
@@ -168,7 +171,9 @@ def recompute(model: nn.Module, how: str) -> None:
         recompute_blocks(blocks, SAVED_OPS if how == "selective" else None, around)
 
 
-@pytest.mark.parametrize("how", ["full", "selective", "parts", "offload"])
+@pytest.mark.parametrize(
+    "how", ["full", "parts", *(pytest.param(how, marks=pytest.mark.second) for how in ("selective", "offload"))]
+)
 def test_what_is_recomputed_is_compiled_and_computes_as_eager(how: str) -> None:
     model = packed_model(num_hidden_layers=4).train()
     plain = copy.deepcopy(model)

@@ -54,6 +54,7 @@ def test_loss_and_gradients_are_those_of_plain_cross_entropy(chunk_rows, ignored
         assert relative_error(mine, other) <= 1e-6
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_softmax_is_as_exact(dtype):
     *inputs, labels = problem(dtype=dtype)

@@ -83,6 +83,7 @@ def peak_of_a_step(plan: Mapping[str, Any]) -> tuple[int, int]:
     return peak_bytes(lambda: total(omni(pack)).backward()), 6 * ids.numel() * HIDDEN * ITEMSIZE
 
 
+@pytest.mark.second
 def test_the_peak_falls_by_what_waits_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory is numpy's here, which is not seen among torch's tensors."""
     monkeypatch.setattr(ActivationOffload, "out", lambda _, tensor: tensor.detach().numpy().copy())

@@ -12,7 +12,8 @@ import torch
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.components.outputs import OmniOutput
-from omnitrain.models.omni.encode import MicroBatchWork, idle_prompt, own_calls
+from omnitrain.models.foundation.encoded_pack import EncodedPack
+from omnitrain.models.omni.encode import idle_prompt, own_calls
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
@@ -88,7 +89,7 @@ def test_heads_without_data_add_nothing(model: OmniModel, samples: list[Sample])
     text = Pack.from_samples([samples[0]])
     alone = model(text)
     model.zero_grad()
-    together = model(text, MicroBatchWork(heads=model.decoder_names))
+    together = model(EncodedPack(text, heads=model.decoder_names))
     assert set(together.losses) == {"text"} and torch.equal(together.losses["text"].sum, alone.losses["text"].sum)
     together.losses["text"].sum.backward()
     for name in model.decoder_names:

@@ -87,6 +87,7 @@ def gradients_of(layout: str, encoder: Mapping[str, Any]) -> dict[str, torch.Ten
     return gradients(model)
 
 
+@pytest.mark.second
 def test_each_stage_has_copies_of_an_encoder_with_degrees_of_its_own(ranks: RankPool) -> None:
     of_first, of_last = [[], []]
     for encoder in ({"place": "world"}, {"place": "world", "mode": "replicate"}):

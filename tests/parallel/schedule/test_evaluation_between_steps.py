@@ -56,7 +56,7 @@ def both_ways(layout: str) -> tuple[Trained, Trained]:
 @pytest.mark.parametrize(
     "layout",
     [
-        "vision1+dp2",
+        pytest.param("vision1+dp2", marks=pytest.mark.second),
         "pp2",
         *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("dp2", "hsdp2x2", "tp2", "sp2", "cp2")),
     ],

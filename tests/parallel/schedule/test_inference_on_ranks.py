@@ -79,7 +79,7 @@ def evaluated(make: Callable[[], Made], layout: str, times: int = 1) -> list[Fou
         pytest.param(any_to_any, "towers1+vision_projector1+dp2", 2, marks=pytest.mark.second),
         pytest.param(any_to_any, "vision_tower1+audio1+pp2", 2, marks=pytest.mark.slow),
         pytest.param(deepstack, "vision1+dp2", 2, marks=pytest.mark.slow),
-        (deepstack, "vision1+pp2", 2),
+        pytest.param(deepstack, "vision1+pp2", 2, marks=pytest.mark.second),
         (any_to_any, "sp2", 2),
         pytest.param(any_to_any, "dp2.sp2", 4, marks=pytest.mark.slow),
         pytest.param(any_to_any, "vision1+cp2", 2, marks=pytest.mark.second),

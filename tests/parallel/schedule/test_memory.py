@@ -17,12 +17,12 @@ from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_parallel_state
 from omnitrain.parallel.step.plan import step_planner
 from omnitrain.plan.schedule.actions import Action, Kind
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from tests.families import FAMILIES
 from tests.models.staged import with_layers
@@ -71,7 +71,7 @@ def peaks_on_rank(schedule: dict[str, Any], few: int) -> list[tuple[int, int]]:
         saved.append(sum(storages.values()))
 
     def actions_of(number: int) -> list[Action]:
-        row = schedule_of_plan(layout.components["foundation"].plan, number).actions[layout.pipeline.stages.rank]
+        row = table_of(layout.topology.pipeline, number).actions[layout.pipeline.stages.rank]
         return [action for action in row if action.passes]
 
     accumulate_gradients(model, planner(packs(few)), forward_context=counted)

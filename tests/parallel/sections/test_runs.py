@@ -102,6 +102,7 @@ def go_on(sections: RankPool, recipe: Path, run: Path, arguments: list[str], wor
         sections.run(fit, recipe, given, True, timeout_s=300, world=world)
 
 
+@pytest.mark.second
 def test_a_run_with_a_section_is_the_run_of_one_process_and_goes_on_there(
     sections: RankPool, recipe: Path, tmp_path: Path, whole: Path, half: Path
 ) -> None:

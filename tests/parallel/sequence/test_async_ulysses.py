@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 
 import omnitrain as ot
@@ -33,6 +34,7 @@ def on_and_off(degrees: dict[str, int], plan: dict[str, Any]) -> list[str]:
     return [plain, overlapping]
 
 
+@pytest.mark.second
 def test_async_ulysses_trains_bit_for_bit_as_the_plain_form(ranks: RankPool) -> None:
     found = ranks.run(on_and_off, {"ulysses_size": 2}, {"memory": {"recompute": "full"}}, timeout_s=120, world=2)
     assert found == [["ulysses 2", "ulysses 2, async 2 of 2 layers"]] * 2

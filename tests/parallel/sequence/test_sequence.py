@@ -14,8 +14,8 @@ import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.models.contract.samples import probe_samples
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.build import build_omni_model
-from omnitrain.models.omni.encode import MicroBatchWork
 from omnitrain.parallel.sequence.apply import slice_of
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.step.plan import step_planner
@@ -81,11 +81,8 @@ def test_ranks_that_share_a_sequence_train_as_one_process_does(ranks: RankPool, 
 def errors(model: ot.OmniModel, state: ot.parallel.ParallelState, pack: Pack) -> tuple[float, float]:
     """Of loss and gradients over all losses, relative to those of the whole pack on one rank."""
     (whole, expected), (own, got) = (
-        _losses_and_gradients(model, pack, work)
-        for work in (
-            MicroBatchWork(),
-            MicroBatchWork(sequence_slice=slice_of(state, pack.num_tokens, torch.device("cpu"))),
-        )
+        _losses_and_gradients(model, EncodedPack(pack, sequence_slice=own))
+        for own in (None, slice_of(state, pack.num_tokens, torch.device("cpu")))
     )
     for tensor in (own, *got.values()):
         dist.all_reduce(tensor)
@@ -94,11 +91,9 @@ def errors(model: ot.OmniModel, state: ot.parallel.ParallelState, pack: Pack) ->
     return abs(float(own - whole)) / max(abs(float(whole)), 1e-30), error / max(scale, 1e-30)
 
 
-def _losses_and_gradients(
-    model: ot.OmniModel, pack: Pack, work: MicroBatchWork
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _losses_and_gradients(model: ot.OmniModel, encoded: EncodedPack) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
-    total = torch.stack([term.sum for term in model(pack, work).losses.values()]).sum()
+    total = torch.stack([term.sum for term in model(encoded).losses.values()]).sum()
     total.backward()
     gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return total.detach(), gradients

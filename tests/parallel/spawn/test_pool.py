@@ -197,6 +197,7 @@ def run_script_with_a_pool(last_line: str) -> tuple[int, list[int]]:
     return ended.returncode, [int(pid) for pid in ended.stdout.split()]
 
 
+@pytest.mark.second
 def test_ranks_end_when_their_process_is_killed() -> None:
     exit_code, process_ids = run_script_with_a_pool("os.kill(os.getpid(), signal.SIGKILL)")
     assert (exit_code, len(process_ids)) == (-signal.SIGKILL, 2)

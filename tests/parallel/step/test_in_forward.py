@@ -26,6 +26,7 @@ def batch(family: str, *turns: tuple[str, ...]) -> list[Sample]:
     return [processor.sample(row(*own), index) for index, own in enumerate(turns)]
 
 
+@pytest.mark.second
 def test_a_text_only_rank_gives_the_gradients_of_one_process(ranks: RankPool) -> None:
     samples = batch("qwen2_audio", ("a+what?", "A"), ("hi", "B c"), ("a+a+and", "C"), ("you", "D"))
     report = verify(qwen2_audio_model, samples, ["dp2", "tp2", "sp2"], nproc=2, pool=ranks)

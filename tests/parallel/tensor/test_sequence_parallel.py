@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.ops.collectives import gather_rows, scatter_rows
 from omnitrain.parallel.spawn.pool import RankPool
@@ -66,7 +67,7 @@ def kept(name: str, divide: bool) -> tuple[int, str]:
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model.runner.text_loss(batch.packs[0]).text
+        loss = model.runner.text_loss(EncodedPack(batch.packs[0])).text
     loss.sum.backward()  # FSDP and a graph without a backward keep each other
     (row,) = (row for row in ot.parallel.layout_of(model).table(model) if row.name == "foundation")
     return sum(sizes.values()), row.sequence

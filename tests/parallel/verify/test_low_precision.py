@@ -54,6 +54,7 @@ def rows(ranks: RankPool, times: float, *layouts: str) -> tuple[VerifyRow, ...]:
     return verify(partial(wrong_on_rank_1, times), hf_samples("qwen3"), layouts, pool=ranks, timeout_s=120).rows
 
 
+@pytest.mark.second
 def test_layouts_train_as_one_process_in_their_precision(ranks: RankPool) -> None:
     for row in rows(ranks, 1.0, "tp2.bf16", "dp2.bf16_param"):
         assert row.status == "equal" and 0 < row.grad_error < row.rounding, row

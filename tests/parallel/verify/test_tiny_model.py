@@ -103,6 +103,7 @@ def test_special_tokens_keep_their_meaning_and_others_stay_ordinary() -> None:
     assert small["labels"].tolist() == [[-100, -100, ordinary, -100]]
 
 
+@pytest.mark.second
 def test_a_model_on_meta_that_is_too_large_is_verified_smaller_and_the_size_is_printed(ranks: RankPool) -> None:
     full = large_qwen3_vl()
     samples = hf_samples(large_qwen3_vl("cpu"))

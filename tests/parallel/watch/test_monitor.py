@@ -239,6 +239,7 @@ def test_a_trace_shows_where_the_run_was() -> None:
     ]
 
 
+@pytest.mark.second
 def test_a_rank_that_sleeps_in_the_encoder_is_named_and_the_run_ends(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(os.getpid, timeout_s=60, world=3)
     began = time.monotonic()

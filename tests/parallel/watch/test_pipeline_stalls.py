@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import omnitrain as ot
 from omnitrain.data.packing.pack import Pack
 from omnitrain.parallel.spawn.pool import RankPool
@@ -24,6 +26,7 @@ def test_a_rank_that_sleeps_in_its_stage_is_named_and_the_other_waits_for_it(ran
     assert "  stack of rank 1:\n" in text and "time.sleep(600)" in text
 
 
+@pytest.mark.second
 def test_a_stopped_stage_is_named_with_its_action_and_its_micro_batch(ranks: RankPool, tmp_path: Path) -> None:
     text = reported(ranks, tmp_path, two_stages, ("forward of stage 0", 3), stop)
     assert "rank 0 does not answer (killed, or stuck outside Python); it was last seen in forward of stage 0" in text

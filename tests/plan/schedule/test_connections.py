@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from omnitrain.errors import ScheduleError
-from omnitrain.parallel.pipeline.apply import schedule_of_plan
+from omnitrain.parallel.placement import pipeline_shape
 from omnitrain.parallel.resolve.sections import full_windows
 from omnitrain.plan import Placement
 from omnitrain.plan.schedule.actions import RECEIVES, Action, Kind, Schedule
@@ -18,6 +18,7 @@ from omnitrain.plan.schedule.encoders import with_encoders
 from omnitrain.plan.schedule.generators import KINDS, generate, interleaved, one_f_one_b
 from omnitrain.plan.schedule.lower import lower
 from omnitrain.plan.schedule.sections import with_sections
+from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.schedule.validate import problems_in, validate
 from omnitrain.recipe import ComponentPlan, ParallelPlan, Recipe
 from omnitrain.recipe.layout import parse_layout
@@ -132,7 +133,7 @@ def schedule_of(plan: ParallelPlan, m: int) -> Schedule:
         for name, own in plans.items()
         if name not in (FOUNDATION, *apart) and (own.encode.window or (pp > 1 and own.place == "world"))
     )
-    main = schedule_of_plan(plans[FOUNDATION], m, encoders)
+    main = table_of(pipeline_shape(plans[FOUNDATION]), m, encoders)
     windows = [full_windows(plan, plans, name, m, ()) for name in plan.sections]
     return with_sections(main, windows, lambda action: len(action.passes), lambda component, window: 0.5)
 

@@ -38,6 +38,7 @@ def test_what_cannot_be_counted_is_named_and_without_the_foundation_there_is_no_
     }
 
 
+@pytest.mark.second
 def test_an_encoder_that_reads_the_content_of_its_weights_is_left_out_and_the_rest_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -56,6 +57,7 @@ def test_an_encoder_that_reads_the_content_of_its_weights_is_left_out_and_the_re
     assert found.components["foundation"].model.total > 0 and "image_encoder" not in found.components
 
 
+@pytest.mark.second
 def test_a_plans_freeze_and_recompute_are_counted() -> None:
     model = build_omni_model(foundation=FOUNDATION | EXPERTS, init_device="meta").train()
     flops = ModelFlops(model)

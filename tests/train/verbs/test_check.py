@@ -70,6 +70,7 @@ def test_check_says_whose_rate_a_limit_of_frames_lowers(capsys: pytest.CaptureFi
     assert capsys.readouterr().out.count("train films: `max_frames` lowers the rate of 1 video of this row") == 1
 
 
+@pytest.mark.second
 def test_check_looks_at_each_data_set_though_a_later_one_has_the_same_sources(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path)
     damaged = replace(tiny_row("image_to_text", 0), media={"image": [b"no image"], "audio": [], "video": []})
@@ -94,6 +95,7 @@ def test_one_unusable_row_at_the_beginning_is_no_problem_of_the_data(
     ]
 
 
+@pytest.mark.second
 def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path: Path) -> None:
     recipe = load(tiny_recipe(tmp_path), "parallel.components.image_encodr.mode=replicate")
     problem = "parallel.components.image_encodr: unknown component; did you mean "
@@ -104,6 +106,7 @@ def test_a_plan_is_compared_with_the_model_under_its_key_in_the_recipe(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.second
 def test_check_compares_the_weights_of_every_path_with_their_model(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path)
     model, _ = build_from_recipe(load(path))
@@ -124,6 +127,7 @@ def test_check_compares_the_weights_of_every_path_with_their_model(tmp_path: Pat
         assert problem.startswith(key) and f"missing: {name} (renamed? the files hold {name}_x)" in problem
 
 
+@pytest.mark.second
 def test_check_compares_the_weights_of_a_checkpoint(tmp_path: Path) -> None:
     path = tiny_recipe(tmp_path, steps=1)
     Trainer(load(path)).fit()
@@ -172,6 +176,7 @@ def test_ops_that_cannot_train_here_are_refused_before_anything_is_written(tmp_p
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.second
 def test_an_attention_backend_that_a_layer_of_the_model_needs_more_of_is_refused(tmp_path: Path) -> None:
     sizes = {key: FOUNDATION[key] for key in FOUNDATION if key.startswith(("num_", "hidden", "intermediate", "head"))}
     config = {"model_type": "gpt_oss", "vocab_size": 264, "num_local_experts": 4, "num_experts_per_tok": 2} | sizes

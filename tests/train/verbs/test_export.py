@@ -56,6 +56,7 @@ def test_a_whole_model_has_the_same_logits_and_processor_there(tmp_path: Path) -
         assert [inside[1].pop("eos_token_id"), inside[0].pop("eos_token_id")] == [[end, 2], 2] and before == after
 
 
+@pytest.mark.second
 def test_a_model_without_a_class_is_an_omni_folder_and_its_foundation_alone_has_the_dtype_asked_for(
     tmp_path: Path,
 ) -> None:

@@ -89,6 +89,7 @@ def logits(folder: Path) -> Tensor:
         return model.eval()(input_ids=torch.arange(5, 25)[None]).logits
 
 
+@pytest.mark.second
 def test_a_trained_part_of_a_model_in_stages_is_exported_with_the_others_as_they_were(tmp_path: Path) -> None:
     original, plain = tmp_path / "source", tmp_path / "plain"
     Qwen2_5OmniForConditionalGeneration(in_stages()).to(torch.bfloat16).save_pretrained(original)

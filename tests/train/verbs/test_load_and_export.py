@@ -200,9 +200,16 @@ COVERED = (
     "qwen3_vl",
     "qwen3_omni_moe with LoRA",
 )  # each of their traits is in another one, too
+SECOND = ("gemma3 tied", "qwen3_vl_moe fused")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in COVERED)) for n in SOURCES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n in COVERED) + [pytest.mark.second] * (n in SECOND))
+        for n in SOURCES
+    ],
+)
 def test_what_was_loaded_and_made_no_step_is_its_source(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,7 +231,9 @@ def test_what_was_loaded_and_made_no_step_is_its_source(
     assert torch.equal(logits(exported), logits(untouched))
 
 
-@pytest.mark.parametrize("foundation_only", [False, True], ids=["one folder", "foundation"])
+@pytest.mark.parametrize(
+    "foundation_only", [False, pytest.param(True, marks=pytest.mark.second)], ids=["one folder", "foundation"]
+)
 def test_an_omni_model_with_lora_that_made_no_step_has_its_parts_as_they_were(
     foundation_only: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -279,7 +288,7 @@ def test_quantized_experts_that_are_apart_are_dequantized(tmp_path: Path) -> Non
     [
         pytest.param((), None, True, id="source", marks=pytest.mark.slow),
         pytest.param(("*.down_proj", "*.up_proj", "*.gate_proj"), None, True, id="source, LoRA"),
-        pytest.param((), "bfloat16", False, id="own files"),
+        pytest.param((), "bfloat16", False, id="own files", marks=pytest.mark.second),
         pytest.param(
             ("*.down_proj", "*.up_proj", "*.gate_proj"), "bfloat16", False, id="own files, LoRA", marks=pytest.mark.slow
         ),

@@ -112,6 +112,7 @@ def test_equal_stages_take_as_long_as_the_formula_says(
     assert sum(e["end"] - e["start"] for rank in shown["ranks"] for e in rank["events"]) == pytest.approx(m * 12)
 
 
+@pytest.mark.second
 def test_the_default_schedule_runs_with_too_few_micro_batches_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

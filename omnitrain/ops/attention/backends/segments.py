@@ -16,7 +16,7 @@ from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
 from omnitrain.ops.collectives import with_backward
 from omnitrain.ops.cpu.short_attention import ShortKeys, ShortSegments, attend_short, short_keys, short_segments
 from omnitrain.ops.cpu.unread_rows import ReadRows
-from omnitrain.ops.device import to_device
+from omnitrain.ops.host_values import to_device
 
 # A causal segment may be padded at its end to this multiple of its length, to share a call with longer ones.
 CAUSAL_SLACK = 1.25

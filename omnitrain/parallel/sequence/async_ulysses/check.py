@@ -21,7 +21,7 @@ from omnitrain.models.components.contract import Contract
 from omnitrain.models.contract.tiny_model import tiny_config
 from omnitrain.models.contract.trial import Failure, Trial, attempt, errors_of
 from omnitrain.models.discovery import watching
-from omnitrain.models.foundation.runner import EncodedMedia
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.attention.packed_context import PackedSequence
 from omnitrain.ops.attention.spec import AttentionCall, MaskSpec
@@ -91,7 +91,7 @@ def _attention_calls(model: PreTrainedModel, contract: Contract) -> list[tuple[n
         text = next(probe.sample for probe in trial.probes if not probe.modalities)
         pack = Pack.from_samples([text] * (_SAMPLES if contract.packs else 1))
         with watching(trial.ours.named_modules(), before=note):
-            trial.logits(pack, EncodedMedia(), PackedSequence(tuple(pack.cu_seqlens.tolist())))
+            trial.logits(EncodedPack(pack), PackedSequence(tuple(pack.cu_seqlens.tolist())))
     innermost = [m for m in calls if not any(inner in calls for inner in m.modules() if inner is not m)]
     return list({kind_of(module): (module, calls[module]) for module in innermost}.values())
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from omnitrain.ops.device import seed_device
+from omnitrain.ops.draws import seed_device
 
 
 def test_random_numbers_are_those_of_manual_seed() -> None:
