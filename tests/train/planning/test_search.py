@@ -9,7 +9,7 @@ import torch
 from omnitrain.errors import UserError
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.model import OmniModel
-from omnitrain.ops.rank_meter import Op
+from omnitrain.ops.rank_meter import Collective, Op
 from omnitrain.plan.tables import ItemFacts, MicroBatchFacts
 from omnitrain.recipe import Optimizer, ParallelPlan
 from omnitrain.recipe.parallel import FOUNDATION as NAME
@@ -128,6 +128,19 @@ def test_ranks_share_the_cpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) ->
     shared = [(one.flops / cpu.flops, one.memory / cpu.memory) for one in map(cpu.shared_by, (1, 2, 4))]
     assert shared == [(1, 1), (1, 1 / 2), (1 / 2, 1 / 4)]
     assert find_device("h100").shared_by(4) == find_device("h100")
+
+
+def test_ranks_over_gloo_wait_for_the_weights_that_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = find_device("h100")
+    gloo = replace(nccl, has_gloo=True)
+    whole = Collective("reduce_scatter", 1000, tuple(range(8)), False)
+    assert gloo.seconds_of_link(whole) == nccl.seconds_of_link(whole._replace(kind="all_reduce"))
+    gathered = gloo.seconds_of_link(Collective("all_gather", int(2e7), tuple(range(8)), False))
+    found = [plan.judge(plan.own()).found for plan in (planner(monkeypatch, one, 0) for one in (nccl, gloo))]
+    assert found[0] is not None and found[1] is not None
+    sums = 3 * 2 * 5 * gathered  # micro-batches; forward and backward; four blocks and their ends
+    assert found[1].seconds - found[0].seconds == pytest.approx(sums)  # computation hides them else
+    assert found[1].idle["weights"] == pytest.approx(sums / found[1].seconds) and found[0].idle["weights"] == 0
 
 
 def test_a_run_plans_for_the_gpus_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:
