@@ -431,12 +431,16 @@ def profile(
 
     end_with_launcher()
     resolved = _loaded(recipe, overrides)
+    settled: list[str] = []
+    if world_size() == 1 and resolved.parallel.auto:
+        with _all_problems(resolved, recipe, nproc):
+            resolved, settled = _settled(resolved, nproc, continues=False)
     if nproc > 1:
         from omnitrain.train.launch.launch import launch
 
         with _all_problems(resolved, recipe, nproc):
             require_ranks(resolved, nproc)
-        words = ["profile", recipe, *(overrides or []), f"--steps={steps}", f"--output={output}"]
+        words = ["profile", recipe, *(overrides or []), *settled, f"--steps={steps}", f"--output={output}"]
         raise typer.Exit(launch(["-m", "omnitrain", *words], nproc, stop_seconds=resolved.train.stop_seconds))
 
     from omnitrain.parallel.state import leave_process_groups

@@ -19,13 +19,12 @@ from torch.utils.flop_counter import flop_registry
 
 from omnitrain.torch_private import (
     GROUPED_MM,
+    FakeTensor,
     TorchDispatchMode,
     group_of_name,
     key_of_storage,
     packet_of,
     schema_of,
-    tree_iter,
-    tree_leaves,
 )
 
 
@@ -119,7 +118,7 @@ class RankMeter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        made = [_local(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = list(_tensors(out))
         for tensor in made:
             self._see(tensor)
         if "c10d" in func.namespace:
@@ -155,7 +154,18 @@ def _is_view(func: Any) -> bool:
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:
-    return (_local(leaf) for leaf in tree_iter(values) if isinstance(leaf, Tensor))
+    return (_local(leaf) for leaf in leaves(values) if isinstance(leaf, Tensor))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is in the arguments or the result of an operation, in which only lists, tuples and dicts nest."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for one in value:
+        yield from leaves(one)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -165,7 +175,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _op(func: Any, args: Any, kwargs: Any, out: Any, made: list[Tensor]) -> Op:
     read = list(_tensors(args, kwargs))
-    num_bytes = sum(tensor.nbytes for tensor in (*read, *made) if not tensor.is_meta)
+    num_bytes = sum(tensor.nbytes for tensor in (*read, *made) if isinstance(tensor, FakeTensor) or not tensor.is_meta)
     packet = packet_of(func)
     if packet is GROUPED_MM:
         left, right = args[:2]

@@ -7,6 +7,7 @@ rather than modelled.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.hf.stored_tensor import replace_value
 from omnitrain.models.omni.encode import idle_prompt, with_all_inputs
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.rank_meter import leaves
 from omnitrain.parallel.fsdp.units import ignored_params
 from omnitrain.parallel.fsdp.weight_loader import WeightLoader
 from omnitrain.parallel.parallelize import parallelize_alone
@@ -47,7 +49,6 @@ from omnitrain.torch_private import (
     FakeTensorMode,
     buffers_of,
     packet_of,
-    tree_iter,
 )
 
 
@@ -73,7 +74,7 @@ def _is_exact(func: Any, args: Any, kwargs: Any) -> bool:
     if dtype is not None and dtype.is_floating_point:
         return False
     reads = False
-    for value in tree_iter((args, kwargs)):
+    for value in leaves((args, kwargs)):
         if isinstance(value, Tensor):
             reads = True
             if isinstance(value, FakeTensor) or value.is_floating_point() or value.is_complex():
@@ -145,12 +146,14 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[WithoutContent]:
     Enter the mode that it yields for what computes.
     """
     hook = sys.excepthook
+    gc.freeze()  # collections skip what is there already, which takes them longer than all else
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     sys.excepthook = hook  # torch's would put this rank before each line of an error, also after the fake world
     try:
         yield WithoutContent()
     finally:
         leave_process_groups()
+        gc.unfreeze()
 
 
 def parallelize_in(

@@ -55,17 +55,19 @@ def with_node(text: str, key: str, value: Any) -> str:
 
     Raises RecipeError: a line has more than the key's node, or another node refers to it.
     """
-    lines = text.splitlines(keepends=True)
+    lines, end_of_line = text.splitlines(keepends=True), "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
+        lines[-1] += end_of_line
     root = _Loader(text).get_single_node()
-    spans = [(name.start_mark.line, node.end_mark) for name, node in root.value if name.value == key]
     start, stop = len(lines), len(lines)
-    for start, end in spans:
-        stop = max(end.line + (end.column > 0), start + 1)
-        while stop > start + 1 and not lines[stop - 1].startswith((" ", "\t", "-")):  # what follows the node
-            stop -= 1
-    found = "".join([*lines[:start], dump_yaml({key: value}), *lines[stop:]])
+    for name, node in root.value:
+        if name.value == key:
+            start, end = name.start_mark.line, node.end_mark
+            stop = max(end.line + (end.column > 0), start + 1)
+            is_block = not getattr(node, "flow_style", False)  # its end is where the next node begins
+            while is_block and stop > start + 1 and not lines[stop - 1].startswith((" ", "\t", "-")):
+                stop -= 1
+    found = "".join([*lines[:start], dump_yaml({key: value}).replace("\n", end_of_line), *lines[stop:]])
     try:
         is_exact = parse_yaml(found, "") == parse_yaml(text, "") | {key: value}
     except RecipeError:

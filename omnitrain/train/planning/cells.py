@@ -6,7 +6,6 @@ import copy
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from torch import nn
 
@@ -19,7 +18,6 @@ from omnitrain.recipe.parallel import ParallelPlan
 from omnitrain.train.planning.rank_run import RankRun, Training, predict_rank
 
 Work = Mapping[Op | Collective, int]
-_FEW = 2  # blocks of each kind in the smaller run: FSDP gathers one while another one computes
 
 
 @dataclass(frozen=True)
@@ -96,25 +94,29 @@ def with_blocks(model: OmniModel, kept: list[int]) -> OmniModel:
 def count_cell(training: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
     """Count the parts of a model under ``plan`` on ``num_ranks`` ranks, without a pipeline."""
     kinds = kinds_of_blocks(training.model)
-    few = {kind: [i for i, k in enumerate(kinds) if k == kind][:_FEW] for kind in sorted(set(kinds))}
-    base = sorted(chain.from_iterable(few.values()))
+    first = {kind: kinds.index(kind) for kind in set(kinds)}
+    base = sorted(first.values())
 
     def counted(kept: list[int]) -> RankRun:
         return predict_rank(replace(training, model=with_blocks(training.model, kept)), plan, num_ranks, 1)
 
     small = counted(base)
-    parts = {}
-    for kind, own in few.items():
-        more = [i for i, k in enumerate(kinds) if k == kind][len(own) :]
-        if more:
-            parts[kind] = _minus(_whole(counted(sorted([*base, more[0]]))), _whole(small))
-        else:
-            parts[kind] = _minus(_whole(small), _whole(counted([i for i in base if i != own[-1]])))
+    parts, runs = {}, [small]
+    for kind, index in first.items():
+        more = [i for i, k in enumerate(kinds) if k == kind][1:2]
+        runs.append(counted(sorted([*base, *more]) if more else [i for i in base if i != index]))
+        left, right = (runs[-1], small) if more else (small, runs[-1])
+        parts[kind] = _minus(_whole(left), _whole(right))
     ends = _whole(small)
     for index in base:
         ends = _minus(ends, parts[kinds[index]])
-    backward = next(run for run in small.actions if run.action.kind is Kind.B)
-    return Cell(tuple(parts[kind] for kind in kinds), ends, backward.end.peak - backward.alive, small.shards)
+    return Cell(tuple(parts[kind] for kind in kinds), ends, max(map(_transient, runs)), small.shards)
+
+
+def _transient(run: RankRun) -> int:
+    """The most bytes that the first backward needs besides what was there when it began."""
+    backward = next(one for one in run.actions if one.action.kind is Kind.B)
+    return backward.end.peak - backward.alive
 
 
 def _whole(run: RankRun) -> CountedPart:

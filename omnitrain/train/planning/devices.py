@@ -38,6 +38,8 @@ class Device:
             reaches half of that.
         memory_efficiency: share of ``bandwidth``, and of the links, that is reached.
         launch: seconds that an operation takes at least; ``latency``: a collective.
+        has_gloo: ranks exchange over gloo: they wait for what FSDP gathers and reduces, and a reduce-scatter reduces
+            the whole tensor on all ranks (``ProcessGroupGloo`` of torch).
     """
 
     name: str
@@ -53,6 +55,7 @@ class Device:
     memory_efficiency: float = 0.8
     launch: float = 4e-6
     latency: float = 15e-6
+    has_gloo: bool = False
 
     def seconds_of(self, op: Op) -> float:
         """Return the seconds of an operation: of its products or of its bytes, whichever take longer."""
@@ -69,7 +72,8 @@ class Device:
         is_inside = ranks[0] // self.per_node == ranks[-1] // self.per_node
         rate = (self.link if is_inside else self.network) * self.memory_efficiency
         share = 1.0 if collective.kind in ("broadcast", "send") else (size - 1) / size
-        return self.latency + _SENT[collective.kind] * share * collective.num_bytes / rate
+        kind = "all_reduce" if self.has_gloo and collective.kind == "reduce_scatter" else collective.kind
+        return self.latency + _SENT[kind] * share * collective.num_bytes / rate
 
     def seconds(self, work: Mapping[Op | Collective, int]) -> Seconds:
         """Return the seconds of counted work."""
@@ -154,6 +158,7 @@ def _this_cpu() -> Device:
     return Device(
         MEASURED, peak.flops, float(available_memory() or 0), copied, copied / 4, copied / 4, 2**20,
         "measured now on this machine", efficiency=1.0, half_width=8, memory_efficiency=1.0,
+        has_gloo=True,
     )  # fmt: skip
 
 

@@ -188,6 +188,8 @@ class StepEstimate:
             computed += price.computed
             waited += self._sent(price, is_waited_for=True)
             beside += 0.0 if self._has_stages else self._sent(price, is_waited_for=False)
+        if self._device.has_gloo:  # one after the other
+            beside += computed + waited
         return Seconds(computed, waited, beside)
 
     def _sent(self, price: Price, *, is_waited_for: bool, kinds: Sequence[str] = ()) -> float:
@@ -255,7 +257,8 @@ class StepEstimate:
         gathers = self._device.seconds_of_link(Collective("all_gather", whole, ranks, False))
         if is_backward:
             gathers += self._device.seconds_of_link(Collective("reduce_scatter", 2 * whole, ranks, False))
-        return max(self._encoding_seconds[name][is_backward] * load, gathers)
+        seconds = self._encoding_seconds[name][is_backward] * load
+        return seconds + gathers if self._device.has_gloo else max(seconds, gathers)
 
     def _exchange(self, name: str, window: int) -> float:
         topology = self._layout.topology

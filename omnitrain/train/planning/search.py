@@ -231,7 +231,7 @@ class Planner:
             return replace(judged, counted=round(judged.peak))
         trained, plan = self._as_built, judged.plan
         state, _ = resolve_without_ranks(self._model, plan, trained.mixed_precision, self._num_ranks)
-        at_once = min(self._packs_per_step // state.size("dp"), 2 * state.size("pp"))  # with more, no more are alive
+        at_once = min(self._packs_per_step // state.size("dp"), _alive(plan, state))
         ends = sorted({0, self._num_ranks - 1} if state.size("pp") > 1 else {0})
         peak = max(predict_rank(trained, plan, self._num_ranks, at_once, rank).peak for rank in ends)
         return replace(judged, counted=peak, reason=self._too_much(peak))
@@ -363,6 +363,12 @@ def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:
     """Return a pack of texts of these lengths, all of whose tokens are trained."""
     texts = (idle_prompt(model, length) for length in lengths)
     return Pack.from_samples([replace(text, loss_mask=np.ones(len(text.input_ids), bool)) for text in texts])
+
+
+def _alive(plan: ParallelPlan, state: ParallelState) -> int:
+    """The number of micro-batches with which as many are alive, beside gradients, as with any more."""
+    schedule, stages = plan.of(FOUNDATION).schedule or PipelineSchedule(), state.size("pp")
+    return stages + 1 if schedule.resolved_kind == "1f1b" else 2 * stages
 
 
 def _share_of_busiest(stages: int, number: int, schedule: PipelineSchedule) -> float:

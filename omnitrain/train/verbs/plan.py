@@ -168,7 +168,7 @@ def apply_plan(recipe_file: str, plan: ParallelPlan) -> Path:
     require_own_file(recipe_file)
     file = Path(recipe_file)
     tree = plan.model_dump(exclude_defaults=True, mode="json")
-    file.write_text(with_node(file.read_text(encoding="utf-8"), "parallel", tree), encoding="utf-8")
+    file.write_bytes(with_node(file.read_bytes().decode(), "parallel", tree).encode())  # with the ends of its lines
     return file
 
 

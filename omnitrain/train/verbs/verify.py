@@ -99,6 +99,7 @@ def verify_recipe(
     sample can be used.
     """
     quiet_libraries()
+    recipe = recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"auto": False})})
     optional = () if layouts else _USUAL
     if not layouts:
         layouts = _USUAL if recipe.parallel == ParallelPlan() else [_OWN_PLAN, *_USUAL]

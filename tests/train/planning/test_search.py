@@ -16,21 +16,16 @@ from omnitrain.recipe.parallel import FOUNDATION as NAME
 from omnitrain.recipe.parallel import ComponentPlan, Section
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.planning import devices, search
-from omnitrain.train.planning.cells import Cell, CountedPart, Work
 from omnitrain.train.planning.devices import MEASURED, Device, device_here, find_device
-from omnitrain.train.planning.encoding import Encoding, count_encoder
+from omnitrain.train.planning.encoding import count_encoder
 from omnitrain.train.planning.estimate import Estimate
 from omnitrain.train.planning.rank_run import Training, predict_rank
 from omnitrain.train.planning.search import Candidate, Planner, Search, text_pack
 from tests.tiny import SIGLIP
 from tests.train.planning import planned
-from tests.train.planning.planned import EXPERTS, FOUNDATION, IMAGES
+from tests.train.planning.planned import ENCODER, EXPERTS, FOUNDATION, IMAGES, counted, encoded
 
-ENCODER = "image_encoder"
 TOKENS = 256
-ENCODER_BYTES = 1e7
-KEPT = {"none": 6e6, "selective": 3e6, "full": 1e6}
-REPEATED = {"none": 2.0, "selective": 2.2, "full": 3.0}
 
 
 @cache
@@ -39,34 +34,6 @@ def training(has_experts: bool = False) -> Training:
     foundation = FOUNDATION | (EXPERTS if has_experts else {})
     model: OmniModel = build_omni_model(foundation=foundation, encoders=encoders, init_device="meta").train()
     return Training(model, Optimizer(), True, text_pack(model, [TOKENS]))
-
-
-def counted(trained: Training, plan: ParallelPlan, num_ranks: int) -> Cell:
-    """A cell whose blocks compute 1 TFLOP, and exchange as much as blocks do; experts are read in each pass."""
-    own = plan.of(NAME)
-    tp, mode = own.tp or 1, own.memory.mode
-    shards = num_ranks // tp
-    everyone = tuple(range(0, num_ranks, tp))
-    sent: Work = {Collective("all_gather", int(2e7 / tp), everyone, False): 1}
-    if tp > 1:
-        sent = {**sent, Collective("all_reduce", 4_000_000, tuple(range(tp)), True): 2}
-    forward: Work = {Op(int(1e12 / tp), 1000, 2048 // tp): 1, Op(0, int(1e8 / tp)): 3, **sent}
-    backward: Work = {Op(int(REPEATED[mode] * 1e12 / tp), 1000, 2048 // tp): 1, **sent}
-    if trained is training(True):
-        read = Op(0, int(4e9 / tp / (own.ep or 1)))
-        forward, backward = {**forward, read: 1}, {**backward, read: 2}
-    weights = 4e7 / tp / shards
-    block = CountedPart(weights, weights, 2 * weights, KEPT[mode] / tp, forward, backward)
-    encoder = encoded().part
-    sizes = {"weights": weights + encoder.weights / shards, "optimizer": 2 * weights + encoder.optimizer / shards}
-    return Cell((block,) * 4, replace(block, **sizes, kept=1e6 / tp), 1e6, shards)
-
-
-def encoded(*_: object) -> Encoding:
-    forward: Work = {Op(10**12, 1000, 1024): 1}
-    backward: Work = {Op(2 * 10**12, 1000, 1024): 1}
-    part = CountedPart(ENCODER_BYTES, 1e7, 2e7, 1e6, forward, backward)
-    return Encoding(part, 1000, 10_000)
 
 
 def planner(
@@ -161,6 +128,19 @@ def test_ranks_share_the_cpu_of_this_machine(monkeypatch: pytest.MonkeyPatch) ->
     shared = [(one.flops / cpu.flops, one.memory / cpu.memory) for one in map(cpu.shared_by, (1, 2, 4))]
     assert shared == [(1, 1), (1, 1 / 2), (1 / 2, 1 / 4)]
     assert find_device("h100").shared_by(4) == find_device("h100")
+
+
+def test_ranks_over_gloo_wait_for_the_weights_that_they_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    nccl = find_device("h100")
+    gloo = replace(nccl, has_gloo=True)
+    whole = Collective("reduce_scatter", 1000, tuple(range(8)), False)
+    assert gloo.seconds_of_link(whole) == nccl.seconds_of_link(whole._replace(kind="all_reduce"))
+    gathered = gloo.seconds_of_link(Collective("all_gather", int(2e7), tuple(range(8)), False))
+    found = [plan.judge(plan.own()).found for plan in (planner(monkeypatch, one, 0) for one in (nccl, gloo))]
+    assert found[0] is not None and found[1] is not None
+    sums = 3 * 2 * 5 * gathered  # micro-batches; forward and backward; four blocks and their ends
+    assert found[1].seconds - found[0].seconds == pytest.approx(sums)  # computation hides them else
+    assert found[1].idle["weights"] == pytest.approx(sums / found[1].seconds) and found[0].idle["weights"] == 0
 
 
 def test_a_run_plans_for_the_gpus_of_its_machine(monkeypatch: pytest.MonkeyPatch) -> None:

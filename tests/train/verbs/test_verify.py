@@ -12,6 +12,7 @@ from omnitrain.parallel.verify.verify import VerifyReport, VerifyRow
 from omnitrain.recipe import Recipe
 from omnitrain.recipe.parallel import ComponentPlan, ParallelPlan
 from omnitrain.recipe.plan_groups import Precision
+from omnitrain.train.verbs import verify as verify_verb
 from omnitrain.train.verbs.verify import _parsed, model_of, verify, verify_recipe
 from tests.tiny import tiny_recipe
 
@@ -51,6 +52,23 @@ def test_the_recipes_own_plan_is_verified(ranks: RankPool, tmp_path: Path) -> No
     usual = verify_recipe(recipe, nproc=1, num_samples=3, pool=ranks).rows
     assert [r.layout for r in usual] == [row.layout, "dp2", "dp4", "hsdp2x2"]
     assert [r.status for r in usual] == ["refused"] * 4
+
+
+def test_a_recipe_whose_layout_a_run_will_choose_is_verified_under_the_usual_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def verified(_: object, __: object, layouts: list[object], **___: object) -> None:
+        asked.extend(layouts)
+        raise UserError("enough")
+
+    monkeypatch.setattr(verify_verb, "verify_model", verified)
+    recipe = Recipe.load(str(tiny_recipe(tmp_path, text_only=True)), ["parallel=auto"])
+    for layouts in ((), ("plan",)):
+        with pytest.raises(UserError, match="enough"):
+            verify_recipe(recipe, layouts)
+    assert [*map(str, asked[:-1])] == ["dp2", "dp4", "hsdp2x2"] and asked[-1] == ParallelPlan()
 
 
 @pytest.mark.parametrize(
