@@ -95,7 +95,6 @@ def check_recipe(recipe: Recipe, num_ranks: int | None = None, *, one_machine: b
                     opened[kind], built[1], budget, overlong, without_tails=cut, may_ask=not of_train
                 )
                 problems += _check_rows(kind, firsts, built[0].teachers)
-                problems += _check_taught(kind, [sample for _, sample in firsts], built[0].compared)
             problems.attempt(functools.partial(require_usable, opened[kind], built[1]))
     if runs and opened["train"]:
         problems.attempt(lambda: require_shown(opened["train"], opened["heldout"], built[1], spared(recipe, built[0])))
@@ -276,17 +275,6 @@ def _show_model(model: OmniModel) -> None:
     show_unused(model.config.unused_tensors)
     show_own_head(model.config)
     show_contract(model.runner.contract, in_full=True)
-
-
-def _check_taught(kind: str, firsts: Sequence[object], compared: Sequence[str]) -> Iterator[str]:
-    """Yield the teachers whose divergence has no token to compare, as far as the first rows show."""
-    samples = [sample for sample in firsts if isinstance(sample, Sample)]
-    if samples and not any(piece.loss_mask.any() for sample in samples for piece in sample.pieces):
-        for name in compared:
-            yield (
-                f"model.teachers.{name}.divergence: it compares trained text, but the first rows of data.{kind} have "
-                "none; train on text, or remove the teacher"
-            )
 
 
 def _check_rows(
