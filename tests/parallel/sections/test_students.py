@@ -104,6 +104,18 @@ def test_students_of_a_pipeline_learn_as_in_one_process(sections: RankPool) -> N
     require_equal(sections, DEFAULT)
 
 
+def deep() -> OmniModel:
+    foundation = PADDED | {"num_hidden_layers": 4}
+    return tiny_model(encoders={}, decoders={}, foundation=foundation, teachers={"big": teacher(JSD, 1)})
+
+
+@pytest.mark.slow
+def test_the_last_stage_may_be_on_any_rank_of_the_pipeline(sections: RankPool) -> None:
+    layouts = ["pp2.v2.accum4", "pp2.v2.zbv.accum4", "big1+pp2.v2.zbv.accum4", "big1.ahead.window2.slots1+pp2.accum3"]
+    report = verify(deep, texts(12), layouts, nproc=4, timeout_s=120, pool=sections)
+    assert [row.status for row in report.rows] == ["equal"] * len(layouts), str(report)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [[*same] for _, same in groupby(TABLE, key=lambda case: case.model)], ids=str)
 def test_every_pair_of_student_and_teacher_learns_as_in_one_process(sections: RankPool, cases: list[Case]) -> None:
