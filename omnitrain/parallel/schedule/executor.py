@@ -272,7 +272,7 @@ class Executor:
         key = stage, micro_batch = _key(action)
         live = self._live.pop(key)
         if self._held is None:
-            reduce_on_last(self._model, self._batch, micro_batch)
+            reduce_replicas_in_last(self._model, self._batch, micro_batch)
         components = self._graph.with_backward(micro_batch) if stage == 0 else []
         with self._before(components):
             self._backward_of_stage(live, key)
@@ -453,7 +453,7 @@ def _owner(action: Action) -> int | str:
     return action.component if action.stage is None else action.stage
 
 
-def reduce_on_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:
+def reduce_replicas_in_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:
     """Make each component reduce over its replicas only in the last micro-batch in which it runs."""
     if layout_of(model) is not None:
         plan = batch.plan
