@@ -8,9 +8,18 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from omnitrain.data.packing.pack import Pack
+from omnitrain.models.omni.encode import with_all_inputs
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.placement import place_components
+from omnitrain.parallel.resolve.plans import resolve_without_ranks
+from omnitrain.parallel.sections.edges import messages_of
+from omnitrain.parallel.sections.message import Rows
 from omnitrain.parallel.spawn.pool import RankPool
+from omnitrain.parallel.state import states_of_components
+from omnitrain.parallel.step.plan import facts_of
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import ComponentPlan, ParallelPlan
 from omnitrain.recipe.layout import Layout, parse_layout
@@ -18,7 +27,8 @@ from omnitrain.recipe.parallel import Section
 from tests import tiny
 from tests.covering import covering
 from tests.parallel.sections.test_distillation import JSD, PADDED, TOP, teacher
-from tests.parallel.sections.test_teachers import texts
+from tests.parallel.sections.test_teachers import TEACHER, texts
+from tests.plan.random_steps import plan_of
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -98,6 +108,22 @@ def require_equal(sections: RankPool, cases: list[Case]) -> None:
     report = verify(partial(taught, *cases[0].model), texts(12), layouts, nproc=4, timeout_s=120, pool=sections)
     assert {row.layout: row.status for row in report.rows} == dict.fromkeys(map(str, layouts), "equal"), str(report)
     assert max(row.grad_error for row in report.rows) <= 1e-5, str(report)
+
+
+@pytest.mark.parametrize(("axis", "readers"), [("dp_shard", [0, 1]), ("tp", [0, 1]), ("pp", [1])])
+def test_a_section_sends_trained_tokens_times_width_where_the_loss_is(axis: str, readers: list[int]) -> None:
+    model, section = taught(False, False, True), Section(components=["big", "wise"], ranks=1)
+    plan = ParallelPlan(components={"foundation": ComponentPlan(**{axis: 2})}, sections={"taught": section})
+    state, plans = resolve_without_ranks(model, plan, mixed_precision=False, num_ranks=3)
+    topology = place_components(model, plans, states_of_components(state, plan, plans))
+    packs = [with_all_inputs(Pack.from_samples(texts(number)), (), model.teachers) for number in (3, 5)]
+    drawn = dict(zip(topology.owners.tolist(), packs, strict=False))
+    step = plan_of(topology, [(facts_of(drawn[rank]),) if rank in drawn else () for rank in range(3)])
+    sent = messages_of(step, "wise", 0, (Rows((TEACHER["hidden_size"],), torch.float32),))
+    assert [message.receiver for message in sent] == readers
+    trained = {rank: len(drawn[topology.owner_of(rank)].text_rows) for rank in readers}
+    found = {message.receiver: sum(t.nbytes for t in message.empty(torch.device("cpu"))) for message in sent}
+    assert found == {rank: number * TEACHER["hidden_size"] * 4 for rank, number in trained.items()}
 
 
 def test_students_of_a_pipeline_learn_as_in_one_process(sections: RankPool) -> None:
