@@ -528,14 +528,17 @@ def test_a_decoder_computes_its_losses_on_a_rank_of_its_own(
 
 
 @pytest.mark.second
-def test_a_student_learns_from_a_teacher_on_a_rank_of_its_own(
-    ranks: RankPool, tiny: dict[str, str], tmp_path: Path
+@pytest.mark.parametrize(("name", "teacher"), [("teacher_section", "deep"), ("distill_moe", "qwen3_moe")])
+def test_a_student_learns_from_a_teacher_on_ranks_of_its_own(
+    ranks: RankPool, tiny: dict[str, str], tmp_path: Path, name: str, teacher: str
 ) -> None:
-    parts = [f"model.foundation={tiny['qwen3']}", f"model.teachers.big.path={tiny['deep']}"]
-    layout = ["parallel.sections.teachers.ranks=1", "train.packs_per_step=4", "data.workers=1"]
+    parts = [f"model.foundation={tiny['qwen3']}", f"model.teachers.big.path={tiny[teacher]}"]
+    own = 1 if name == "teacher_section" else 2  # ranks of each section
+    layout = [f"parallel.sections.teachers.ranks={own}", "train.packs_per_step=4", "data.workers=1"]
+    layout += ["parallel.components.big.ep=2"] * (own - 1)
     layout += ["data.chat.end=<|end|>"]  # a token of both
     overrides = [*parts, *layout, f"data.train=[{{path: {tiny['texts']}}}]", f"output_dir={tmp_path / 'run'}"]
-    assert ranks.run(steps_on_a_rank, "teacher_section", overrides, timeout_s=120, world=2) == [2] * 2
+    assert ranks.run(steps_on_a_rank, name, overrides, timeout_s=120, world=2 * own) == [2] * 2 * own
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["encoders"]["big"]["moved"] > 0 and 0 <= line["metrics"]["agreement"]["big"] <= 1
 
@@ -571,5 +574,5 @@ def test_every_shipped_recipe_is_run_here_or_by_make_quickstart() -> None:
     run_here |= {"finetune_text", "pretrain_text", "data_mixture", "teacher_section", "tower_section"}
     run_here |= {"text_to_image", "text_to_latents", "text_to_film", "two_towers", "bagel_like", "janus", *OMNI}
     run_here |= {"qwen3_vl", "qwen3_vl_lora", "qwen3_vl_moe", "long_video", "deepseek_v3", "own_images", *MODELS}
-    run_here |= {"decoder_section"}
+    run_here |= {"decoder_section", "distill_moe"}
     assert set(list_recipes()) == run_here | {"quickstart"}

@@ -43,7 +43,7 @@ from omnitrain.parallel.memory.offload import ActivationOffload
 from omnitrain.parallel.memory.recompute import offload_tensors, recompute_blocks, recompute_parts
 from omnitrain.parallel.meshes import data_mesh
 from omnitrain.parallel.pipeline.apply import Pipeline, cut_into_stages, units_by_stage
-from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device
+from omnitrain.parallel.pipeline.stages import drop_parameters, ignore_absent_in_device, ranks_of_stages
 from omnitrain.parallel.placement import calling_axes, calling_state, place_components
 from omnitrain.parallel.resolve import CallFlags, dtype_of, resolve_plans
 from omnitrain.parallel.resolve.sections import divide_encoders
@@ -59,9 +59,7 @@ from omnitrain.parallel.tensor.sequence_parallel import TokenSharding, apply_seq
 from omnitrain.parallel.tensor.styles import styles_with_adapters
 from omnitrain.peers import is_spread
 from omnitrain.plan.mesh import MeshShape
-from omnitrain.plan.schedule.generators import stage_ranks
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, Section
-from omnitrain.recipe.plan_groups import PipelineSchedule
 
 
 def build_parallelize_model(
@@ -191,14 +189,22 @@ def _prepare(
 
     def try_on_tiny_model() -> TokenSharding | None:
         """Refuse styles with which a tiny model gives other results; return whether sequence parallelism applies."""
-        for at, styles in _styles_by_state(tensors, {name: at for name, at in states.items() if at.section == MAIN}):
-            if not is_alone:
-                require_same_math(omni.foundation, styles, at)
+        if not is_alone:
+            _require_same_math(omni, tensors, {n: at for n, at in states.items() if at.section == state.section})
+        if state.section != MAIN:
+            return None
         tokens = _token_sharding(omni, plans[FOUNDATION], tensors, state)
         return replace(tokens, problem="") if is_alone and tokens is not None and tokens.ends else tokens
 
-    tokens = first_ranks(try_on_tiny_model, state.of_section(MAIN).ranks)
+    tokens = first_ranks(try_on_tiny_model, range(state.num_ranks))
     return _Prepared(omni, state, plan, plans, tensors, tokens, adapters, stored, where, states)
+
+
+def _require_same_math(model: OmniModel, tensors: TensorPlan, states: Mapping[str, ParallelState]) -> None:
+    """Try the styles of the foundation and of teachers on tiny models. ``states``: of components of this rank."""
+    for at, styles in _styles_by_state(tensors, states):
+        for language_model, root in model.language_models.values():
+            require_same_math(language_model, styles, at, root)
 
 
 def _styles_by_state(
@@ -312,8 +318,7 @@ def _connected(
     if not prepared.plan.sections:
         return {}, {}
     foundation = prepared.plans[FOUNDATION]
-    settings = foundation.schedule or PipelineSchedule()
-    ranks = stage_ranks(foundation.pp or 1, settings.stages_per_rank, is_v=settings.kind == "zbv")
+    ranks = ranks_of_stages(foundation.schedule, foundation.pp or 1)
     dtype = dtype_of(foundation.precision.compute) or model.dtype
     return connect_sections(model, prepared.plan.sections, prepared.state, device, dtype=dtype, last_stage=ranks[-1])
 
@@ -425,8 +430,12 @@ def _spread_experts(
 
 def _share_towers(model: OmniModel, plans: Mapping[str, ComponentPlan], state: ParallelState) -> dict[str, SharedTower]:
     """The components whose calls all ranks of a sequence group make together."""
-    shared = [name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1]
-    return {n: SharedTower(model, model.components[n].values(), partial(slice_of_call, state)) for n in shared}
+    shared = {name for name, plan in plans.items() if name != FOUNDATION and (plan.ulysses or 1) > 1}
+    slice_of = partial(slice_of_call, state)
+    for name in shared.intersection(model.teachers):
+        model.get_submodule(name).slice_of = slice_of
+    towers = sorted(shared.difference(model.teachers))
+    return {name: SharedTower(model, model.components[name].values(), slice_of) for name in towers}
 
 
 def _apply_recompute_and_offload(

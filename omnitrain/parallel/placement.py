@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.parallel.pipeline.stages import ranks_of_stages
 from omnitrain.parallel.state import ParallelState
 from omnitrain.plan.placement import EdgeKind, PipelineShape, Place, Placement, Topology
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan
@@ -27,6 +28,11 @@ def place_components(
     of_stage = main.size("stage")
     names = (*model.media_names, FOUNDATION)
     settings = {n: _settings_of(plans[n], states[n], main, encodes=n != FOUNDATION) for n in names}
+    if main.size("pp") > 1:  # the last stage computes the losses
+        behind = of_stage * ranks_of_stages(plans[FOUNDATION].schedule, main.size("pp"))[-1]
+        for name in model.teachers:
+            in_main = settings[name]["edge"] == "forward"
+            settings[name] |= {"at_end": True, "behind": 0 if in_main else behind}
     return Topology(
         world_size=main.num_ranks,
         components=tuple(Placement(**_facts_of(model, name), **settings[name]) for name in names),

@@ -54,6 +54,10 @@ class Placement:
     # the axis (or product of axes) whose ranks exchange its features, without ``message``; of ranks that make a call
     # together, one of each group takes part
     exchange: str = ""
+    at_end: bool = False  # whether the last stage of a pipeline reads its features, not the first one
+    # ranks from those of the first stage to those who read its features, with the same samples. Of ``forward`` 0: the
+    # calls of any stage are planned as those of the first one
+    behind: int = 0
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:
         """Return what a table shows of it; ``reader``: of its features, or empty; ``ranks``: those that compute it."""
@@ -205,6 +209,11 @@ class Topology:
     def heads_apart(self) -> tuple[str, ...]:
         """The decoders whose losses a section computes."""
         return tuple(c.name for c in self.components if c.head is not None and c.edge == "message")
+
+    @property
+    def at_end(self) -> frozenset[str]:
+        """The components whose features the last stage of a pipeline reads."""
+        return frozenset(component.name for component in self.components if component.at_end)
 
     @property
     def call_elements(self) -> dict[str, int]:

@@ -97,6 +97,10 @@ class StepPlan(StepTables):
         """Loss name -> predicted tokens of the whole step, by which that loss is divided."""
         return dict(zip(self.topology.losses, self.counts.sum(axis=(0, 2)).tolist(), strict=True))
 
+    def rows_of(self, component: str) -> int:
+        """Return the number of features of a component's items in the whole step."""
+        return int(self.item_tokens[self.topology.items_of(component, self.slot)].sum())
+
     def is_active(self, component: str, micro_batch: int) -> bool:
         """Whether the component runs in this micro-batch. If it does, all of its ranks call it."""
         return bool(self.calls[micro_batch, list(self.topology.call_sites_of(component))].any())
@@ -204,7 +208,8 @@ class StepPlan(StepTables):
         own, reader = self.topology.items_of(component, self.slot), self.topology.reader_of(component)
         is_now = self._micro_batch(own) == micro_batch
         if reader is None:
-            return self._copies(own[is_now])
+            item, consumer = self._copies(own[is_now])
+            return item, consumer + self.topology.component(component).behind
         # All items are in the same order under both names.
         read = self.topology.items_of(reader, self.slot)
         makers = self.topology.call_group_of(reader)[self.producer[read[is_now]]]

@@ -67,6 +67,7 @@ class TeacherConfig(PreTrainedConfig):
         divergence: kind of :class:`~omnitrain.ops.loss.divergence.Divergence`; None: losses of the user compare.
         temperature: see :class:`~omnitrain.ops.loss.divergence.Divergence`.
         top_k: see :class:`~omnitrain.ops.loss.divergence.Divergence`.
+        sources: names of the data sources whose samples it reads; None: of all.
     """
 
     model_type = "omnitrain_teacher"
@@ -75,6 +76,7 @@ class TeacherConfig(PreTrainedConfig):
     divergence: str | None = None
     temperature: float = 1.0
     top_k: int | None = None
+    sources: list | None = None
 
 
 class TokenDecoderConfig(PreTrainedConfig):

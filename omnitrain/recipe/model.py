@@ -136,10 +136,12 @@ class TeacherSource(Strict):
     """Number of the teacher's most likely classes to compare; all others count as one class. Unset: all classes."""
     weight: float = Field(1.0, ge=0)
     """Weight of the divergence in the total loss; `train.loss_weights.text` is that of the cross entropy."""
+    sources: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of the data sources whose samples it reads. Unset: those of all sources."""
 
     def idle(self) -> Iterator[Idle]:
         """Yield the keys that only a divergence reads."""
-        for key in ("temperature", "top_k", "weight") if self.divergence is None else ():
+        for key in ("temperature", "top_k", "weight", "sources") if self.divergence is None else ():
             yield Idle(key, "but there is no `divergence`, which reads it; set it, or remove this key")
 
 

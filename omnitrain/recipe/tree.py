@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, ValidationError
 
 from omnitrain.errors import RecipeError, problem_list
-from omnitrain.recipe.data import VISUAL_KEYS, Data
+from omnitrain.recipe.data import VISUAL_KEYS, Data, source_names
 from omnitrain.recipe.functions import import_plugin
 from omnitrain.recipe.model import Model, TeacherSource
 from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan, PlanOrAuto
@@ -73,12 +73,20 @@ class Recipe(Strict):
         """Yield the settings of one node that another node makes impossible."""
         if self.model.checkpoint is None:
             yield from self.unknown_heads(self.model.decoders)
+        yield from self._unknown_sources()
         if self.evaluation is not None and not self.data.heldout:
             yield (), "`evaluation` needs `data.heldout`: add the held-out data, or remove `evaluation`"
         if self.evaluation is not None and self.evaluation.ema and self.train.ema is None:
             yield (), "`evaluation.ema` needs `train.ema`, which keeps the averages: add it, or remove `evaluation.ema`"
         for found in (self._unmeasured_best(), self._unmeasured_stop(), self._uncompiled()):
             yield from (((), message) for message in found)
+
+    def _unknown_sources(self) -> Iterator[Problem]:
+        known = source_names([*self.data.train, *self.data.heldout])
+        for name, teacher in self.model.teachers.items():
+            for source in teacher.sources or ():
+                if source not in known:
+                    yield ("model", "teachers", name, "sources"), f"unknown data set {source!r}; {hint(source, known)}"
 
     def _unmeasured_best(self) -> Iterator[str]:
         train, measured, best = self.train, self._heldout_every, self.train.save.keep_best

@@ -282,7 +282,7 @@ def _require_teachers(
     named += [(f"train.metrics.{name}", "text", function) for name, function in metrics.items()]
     problems, unread = [], {*model.teachers}.difference(model.compared)
     for key, head, function in named:
-        known = model.teachers if head == "text" else ()
+        known = [n for n, sources in model.teachers.items() if sources is None] if head == "text" else []
         for name, has_default in further_parameters(function).items():
             unread -= {name} & {*known}
             if name not in known and not has_default:

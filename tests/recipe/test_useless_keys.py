@@ -74,9 +74,9 @@ STANDS: dict[str, Always | Idle] = {
     "TeacherSource.divergence": Always("each kind is another loss"),
     **{
         f"TeacherSource.{field}": idle(
-            "there is no `divergence`, which reads it", f"model.teachers={{big: {{path: ORG/NAME, {field}: 2}}}}"
+            "there is no `divergence`, which reads it", f"model.teachers={{big: {{path: ORG/NAME, {field}: {value}}}}}"
         )
-        for field in ("temperature", "top_k", "weight")
+        for field, value in (("temperature", 2), ("top_k", 2), ("weight", 2), ("sources", "[train]"))
     },
     "Model.freeze": idle("did you mean 'foundation'", "model.freeze=[foundatoin]", base="text"),
     "HFSource.path": Always("it is the part"),

@@ -48,14 +48,24 @@ class ComponentModel(ContainerModel):
         return {name: self.get_submodule(name) for name in self.encoder_names}
 
     @property
-    def teachers(self) -> tuple[str, ...]:
-        """Names of the encoders that are frozen language models, whose features losses read."""
-        return tuple(name for name, encoder in self.encoders.items() if encoder.is_teacher)
+    def teachers(self) -> dict[str, tuple[str, ...] | None]:
+        """Encoder that is a frozen language model, whose features losses read -> the data sources of its samples.
+
+        None: all sources.
+        """
+        found = {name: encoder.config for name, encoder in self.encoders.items() if encoder.is_teacher}
+        return {name: None if config.sources is None else tuple(config.sources) for name, config in found.items()}
 
     @property
     def compared(self) -> tuple[str, ...]:
         """Names of the teachers from which the divergence of the foundation is a loss."""
         return tuple(name for name in self.teachers if self.get_submodule(name).head is not None)
+
+    @property
+    def language_models(self) -> dict[str, tuple[PreTrainedModel, str]]:
+        """``foundation``, and each teacher -> the causal language model that it is, and its name in this model."""
+        taught = {name: (self.get_submodule(name).model, f"{name}.model") for name in self.teachers}
+        return {"foundation": (self.foundation, "foundation"), **taught}
 
     @property
     def decoders(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class EncodedPack:
             forward calls the components without an entry.
         inserted: features of attached components, ``[n, hidden]``, with the positions whose embeddings they replace.
         words: ids ``[n]`` of media that are words of the vocabulary, with the positions of their placeholders.
-        teachers: teacher -> its last hidden states ``[n, width]`` for the tokens from which text is predicted.
+        teachers: teacher -> tokens from which this rank predicts text, and its last hidden states ``[n, width]``.
         labels: decoder -> labels ``[n, ...]``, of the whole pack.
         idle: results of calls without data; they enter the loss with a factor of zero.
     """
@@ -41,6 +41,6 @@ class EncodedPack:
     features: Mapping[str, MediaFeatures] = field(default_factory=dict)
     inserted: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     words: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    teachers: dict[str, Tensor] = field(default_factory=dict)
+    teachers: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     labels: dict[str, Tensor] = field(default_factory=dict)
     idle: list[Tensor] = field(default_factory=list)

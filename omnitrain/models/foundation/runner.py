@@ -196,13 +196,14 @@ class FoundationRunner:
 
     def _loss(self, encoded: EncodedPack, run: Callable[[Head], Any]) -> FoundationOutput:
         """The loss, inside the head chunk by chunk, or on logits of supervised tokens; and the hidden states."""
-        pack, teachers = encoded.pack, encoded.teachers
+        pack, taught = encoded.pack, encoded.teachers
         states: list[Tensor] = []
         terms: list[LossTerm] = []
         compared: dict[str, LossTerm] = {}
         untouched: list[Tensor] = []  # logits, before the forward writes over them
         text_rows, labels = to_device(pack.text_rows, pack.input_ids.device), pack.text_labels
-        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": teachers}
+        of_all = {name: given for name, (_, given) in taught.items() if len(given) == len(labels)}
+        how: dict[str, Any] = {"function": self.loss_function, "metrics": self.token_metrics, "teachers": of_all}
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
             require_length(pack, hidden)
@@ -215,8 +216,10 @@ class FoundationRunner:
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
             rows = hidden[0, text_rows]
             terms.append(linear_cross_entropy(rows, weight, labels, bias, **options))
-            for name in self.compared.keys() & teachers.keys():
-                compared[name] = self.compared[name].divergence(teachers[name], rows, weight, bias)
+            for name in self.compared.keys() & taught.keys():
+                tokens, given = taught[name]
+                own = rows if name in of_all else hidden[0, to_device(tokens, hidden.device)]
+                compared[name] = self.compared[name].divergence(given, own, weight, bias)
             return hidden  # in place of logits; its gradient is always the first to arrive, with media or without
 
         output = run(head)
@@ -233,24 +236,37 @@ class FoundationRunner:
         """Describe a sequence that samples or ranks share; None for others. Uses only host values."""
         if sequence_slice is None and (pack.forward_inputs or not self.contract.packs):
             return None
-        offsets = (0, *accumulate(pack.info.lengths))
-        whole_masks = None if sequence_slice is None else cache(partial(self._whole_masks, pack, offsets))
-        return PackedSequence(offsets, sequence_slice, whole_masks)
+        return self.sequence(pack.info.lengths, pack.input_ids, _of_pack(pack), sequence_slice)
+
+    def sequence(
+        self,
+        lengths: Sequence[int],
+        input_ids: Tensor,
+        arguments: Mapping[str, Any],
+        sequence_slice: SequenceSlice | None,
+    ) -> PackedSequence:
+        """Describe samples of these lengths, end to end; ``input_ids`` ``[1, T]`` and ``arguments`` are of all tokens.
+
+        ``sequence_slice``: those of this rank; None: all.
+        """
+        offsets = (0, *accumulate(lengths))
+        masks = None if sequence_slice is None else cache(partial(self._whole_masks, input_ids, arguments, offsets))
+        return PackedSequence(offsets, sequence_slice, masks)
 
     @torch.no_grad()
-    def _whole_masks(self, pack: Pack, offsets: tuple[int, ...]) -> list[MaskSpec]:
-        """The masks over a whole pack, by a forward that stops at the first block, without hooks or collectives."""
+    def _whole_masks(self, input_ids: Tensor, arguments: Mapping[str, Any], offsets: tuple[int, ...]) -> list[MaskSpec]:
+        """The masks over a whole sequence, by a forward that stops at the first block, without hooks or collectives."""
         embedding: Any = self.model.get_input_embeddings()
-        zero = pack.input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
+        zero = input_ids.new_zeros(1, 1, 1, dtype=embedding.weight.dtype)
         packed = PackedSequence(offsets)
-        arguments = self._accepted(_of_pack(pack), packed, pack.input_ids.device)
+        accepted = self._accepted(arguments, packed, input_ids.device)
         with (
             first_block(self.model).register_forward_pre_hook(_stop, prepend=True),
             wrapped_forward(embedding, lambda ids: zero.expand(*ids.shape, embedding.weight.size(1))),
             inside(packed),
             suppress(StopRunError),
         ):
-            self.model.forward(input_ids=pack.input_ids, **arguments)
+            self.model.forward(input_ids=input_ids, **accepted)
         return packed.masks
 
     def run_pack(

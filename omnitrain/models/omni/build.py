@@ -455,7 +455,7 @@ def _teacher(
 ) -> PreTrainedModel:
     if isinstance(source, Teacher):
         return source
-    how = source.model_dump(include={"divergence", "temperature", "top_k"}) if isinstance(source, TeacherSource) else {}
+    how = source.model_dump(exclude={"path", "weight"}) if isinstance(source, TeacherSource) else {}
     path = source.path if isinstance(source, TeacherSource) else source
     try:
         model = build_foundation_model(path, init_device=init_device, torch_dtype=dtype)

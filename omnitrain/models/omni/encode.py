@@ -109,7 +109,7 @@ def _add(model: Any, encoded: EncodedPack, component: str) -> dict[str, Tensor]:
         if len(features.main) != len(index):
             features = features.at(index)
         if component in model.teachers:
-            encoded.teachers[name] = features.main
+            encoded.teachers[name] = positions, features.main
         elif not len(positions):  # the model runs as it does over text
             encoded.idle.extend(features.tensors())
         elif WORDS in features.side:
@@ -205,35 +205,45 @@ def call_component(
     return minimal[0].with_tensors([tensor[:0] for tensor in minimal[0].tensors()], ()), idle
 
 
-def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Collection[str]) -> Pack:
+def with_all_inputs(pack: Pack, divided: Collection[str], teachers: Mapping[str, Collection[str] | None]) -> Pack:
     """Return a pack in which teachers and the projectors of divided encoders have items, too.
 
     A projector has the items of its tower, without pixels; a teacher has the samples with text to predict, and gives a
-    row for each token from which text is predicted. ``divided``: see
+    row for each token from which text is predicted. ``divided``, ``teachers``: see
     :class:`~omnitrain.models.components.model.ComponentModel`. Raises UserError: a sample of a teacher has media.
     """
     names = [name for name in divided if name in pack.inputs and f"{name}.projector" not in pack.inputs]
     pack = replace(pack, inputs=pack.inputs | {f"{n}.projector": _without_data(pack.inputs[n]) for n in names})
-    missing = [name for name in teachers if name not in pack.inputs]
+    missing = {name: sources for name, sources in teachers.items() if name not in pack.inputs}
+    made = {sources: _read_by(pack, sources, teachers) for sources in dict.fromkeys(missing.values())}
+    found = {name: items for name, sources in missing.items() if (items := made[sources]) is not None}
+    return replace(pack, inputs=pack.inputs | found)
+
+
+def _read_by(pack: Pack, sources: Collection[str] | None, teachers: Mapping[str, Any]) -> MediaBatch | None:
+    """The samples of these sources with text to predict, as a teacher reads them; None: there are none."""
     ends = np.cumsum(pack.info.lengths)
-    read = np.unique(np.searchsorted(ends, pack.text_rows.numpy(), side="right")).tolist()
-    if not missing or not read:
-        return pack
+    sample_of = np.searchsorted(ends, pack.text_rows.numpy(), side="right")  # of each row
+    is_read = [sources is None or source in sources for source in pack.info.sources]
+    rows = pack.text_rows[torch.tensor(is_read, dtype=torch.bool)[sample_of]]
+    numbers = np.bincount(sample_of, minlength=len(ends)) * is_read
+    read = np.flatnonzero(numbers).tolist()
+    if not read:
+        return None
     for component, batch in {**pack.inputs, **pack.targets}.items():
         if component not in teachers and (found := sorted({*read} & {*batch.samples})):
+            name = next(name for name in teachers if teachers[name] == sources)
             raise UserError(
-                f"model.teachers.{missing[0]}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
-                f"media of {component}; train on text, or remove the teacher"
+                f"model.teachers.{name}: a teacher reads text alone, but sample {pack.info.ids[found[0]]} has "
+                f"media of {component}; train on text, name its `sources`, or remove the teacher"
             )
     lengths = tuple(pack.info.lengths[index] for index in read)
     tokens = torch.from_numpy(ranges(ends[read] - lengths, np.array(lengths)))
     ids = pack.input_ids[0, to_device(tokens, pack.input_ids.device)]
     samples = tuple(pack.info.ids[index] for index in read)
-    features = {"input_ids": ids, "is_read": to_device(torch.isin(tokens, pack.text_rows), ids.device)}
-    numbers = tuple(np.bincount(np.searchsorted(ends, pack.text_rows.numpy(), side="right"))[read].tolist())
-    group = MediaGroup(features, dict.fromkeys(features, lengths), numbers, samples)
-    items = MediaBatch((group,), pack.text_rows, tuple(read))
-    return replace(pack, inputs=pack.inputs | dict.fromkeys(missing, items))
+    features = {"input_ids": ids, "is_read": to_device(torch.isin(tokens, rows), ids.device)}
+    group = MediaGroup(features, dict.fromkeys(features, lengths), tuple(numbers[read].tolist()), samples)
+    return MediaBatch((group,), rows, tuple(read))
 
 
 def _without_data(batch: MediaBatch) -> MediaBatch:

@@ -374,7 +374,8 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
             require_no_words(self, given.pack)
         if stage is not None and not stage.span.is_first:
             return arrived_pack(self, given, stage)
-        encoded = encode(self, given)
+        at_end = () if stage is None else self.teachers  # the last stage reads them
+        encoded = encode(self, given, self.media_names.keys() - at_end)
         seed_foundation()
         return encoded
 
@@ -419,7 +420,9 @@ class OmniModel(ComponentModel, fp32_modules=["tokenizer"]):  # of a decoder: ro
                 idle.append(idle_head(self.decoders[name], hidden))
         text = replace(output.text, sum=with_zero_gradients(output.text.sum, idle))
         losses = {"text": text} | dict(output.compared) | losses
-        read |= dict.fromkeys(output.compared, read["text"])
+        for name in output.compared:
+            tokens = pack.inputs[name].positions
+            read[name] = tokens[local_positions(sequence_slice, tokens)[0]]
         return OmniOutput(losses, read, None if hidden is None else hidden.detach(), apart)
 
 

@@ -59,7 +59,7 @@ def features_across(model: Any, pack: Pack, sequence_slice: SequenceSlice | None
 
 
 def arrived_pack(model: Any, given: EncodedPack, stage: StageInput) -> EncodedPack:
-    """Return the input of a stage after the first: features that arrived; on the last stage, the decoders' labels."""
+    """Return the input of a stage after the first: features that arrived; on the last, labels and teachers' states."""
     pack, sequence_slice, (hidden, *features) = given.pack, given.sequence_slice, stage.arrived
     here = dict(zip(features_across(model, pack, sequence_slice, stage.span.start), features, strict=True))
     native = {}
@@ -68,11 +68,11 @@ def arrived_pack(model: Any, given: EncodedPack, stage: StageInput) -> EncodedPa
         absent = hidden.detach().new_zeros(()).expand(number, hidden.size(-1))
         main, *side = (here.get((modality, name), absent) for name in layout.names)
         native[modality] = MediaFeatures(main, dict(zip(layout.names[1:], side, strict=True)), {}, (number,), layout)
-    labels = {}
+    there = given
     if stage.span.is_last:
         with torch.no_grad():  # the first stage has the embeddings
-            labels = encode(model, given, {*model.decoder_names}.difference(given.apart)).labels
-    return replace(given, native=native, labels=labels)
+            there = encode(model, given, {*model.decoder_names, *model.teachers}.difference(given.apart))
+    return replace(there, native=native, idle=[])
 
 
 def handed_on(model: Any, encoded: EncodedPack, hidden: Tensor, cut: int) -> tuple[Tensor, ...]:

@@ -5,8 +5,8 @@ With a divergence, its output layer stands beside the student's: on the ranks of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,7 @@ from omnitrain.models.contract.check import contract_of
 from omnitrain.models.discovery import refusing
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.hf.load import as_config, foundation_class
-from omnitrain.ops.attention.packed_context import PackedSequence
+from omnitrain.ops.attention.packed_context import SequenceSlice
 from omnitrain.ops.loss.divergence import Divergence, Taught, linear_divergence
 from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.recipe.component_configs import TeacherConfig
@@ -37,6 +37,7 @@ class Teacher(ContainerModel, EncoderMixin):
 
     Attributes:
         head: with a divergence, its output layer for the classes of the student (:meth:`fit_head`).
+        slice_of: tokens of a call, and their device -> this rank's slice. None, also from it: the rank has all tokens.
     """
 
     config_class = TeacherConfig
@@ -51,6 +52,7 @@ class Teacher(ContainerModel, EncoderMixin):
             model = foundation_class(inner)(inner)
         self.model = model
         self.head: OutputLayer | None = None
+        self.slice_of: Callable[[int, torch.device], SequenceSlice | None] | None = None
         self.post_init()
         self.requires_grad_(False)
         self.eval()
@@ -120,6 +122,8 @@ class Teacher(ContainerModel, EncoderMixin):
     def lm_states(self, samples: MediaGroup) -> Tensor:
         """Return the last hidden states of the tokens that are read, ``[sum(samples.num_tokens), width]``.
 
+        Ranks that share the samples call it together, and all of them get these states.
+
         Args:
             samples: ``input_ids`` int64 and ``is_read`` bool, ``[tokens]`` each; ``num_tokens``: how many are read.
 
@@ -127,22 +131,25 @@ class Teacher(ContainerModel, EncoderMixin):
             UserError: the model hides its last hidden states.
         """
         input_ids, lengths = samples.features["input_ids"][None], samples.num_rows["input_ids"]
-        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])
+        positions = torch.cat([torch.arange(length, device=input_ids.device) for length in lengths])[None]
+        whole = {"position_ids": positions, "use_cache": False}
+        part = None if self.slice_of is None else self.slice_of(input_ids.size(1), input_ids.device)
+        here = slice(None) if part is None else part.positions
         # In order, as `nonzero`, but without waiting for the device.
         read = samples.features["is_read"].argsort(descending=True, stable=True)[: sum(samples.num_tokens)]
         states: list[Tensor] = []
 
         def head(hidden: Tensor, lm_head: Any) -> Tensor:
-            states.append(hidden[0, read])
+            states.append((hidden if part is None else part.gather(hidden, 1))[0, read])
             logits: Tensor = lm_head.forward(hidden[:, :1])  # some models compute with them
             return logits
 
         with torch.no_grad():
             self.runner.run(
-                input_ids,
+                input_ids[:, here],
                 head=head,
-                arguments={"position_ids": positions[None], "use_cache": False},
-                packed=PackedSequence((0, *accumulate(lengths))),
+                arguments={**whole, "position_ids": positions[:, here]},
+                packed=self.runner.sequence(lengths, input_ids, whole, part),
             )
         if not states:
             raise UserError(f"{type(self.model).__name__} hides its last hidden states, which losses would read")

@@ -18,6 +18,9 @@ from omnitrain.ops.loss.linear import CHUNK_BYTES, LinearLoss, LossTerm, Wide, l
 
 METRICS = ("agreement", "entropy", "teacher_entropy")
 
+# Memory for the logits of both. On CPU, 111 rows (150k classes, fp32) hide the traffic of the weight's gradient behind
+# four matmuls.
+_CHUNK_BYTES = {"cpu": 2**27, "cuda": CHUNK_BYTES["cuda"]}
 _BLOCK_BYTES = {"cpu": 2**22, "cuda": 2**26}  # of the logits that one pass over the classes reads, so caches hold them
 _NEVER = -1e30  # logit of a class that one of both lacks: its probability is 0, and its logarithm stays finite
 
@@ -90,7 +93,7 @@ def linear_divergence(
     weight, bias, layer, layer_bias = own(weight), own(bias), own(taught.weight), own(taught.bias)
     states = taught.hidden.to(layer.dtype)
     if chunk_elements is None:
-        chunk_elements = CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + states.itemsize)
+        chunk_elements = _CHUNK_BYTES[hidden.device.type] // (hidden.itemsize + states.itemsize)
     chunk_rows = max(1, chunk_elements // len(weight))
     ranks = _SharedClasses(group, len(weight), taught.classes)
     buffer = states.new_empty(min(len(states), chunk_rows), len(layer))

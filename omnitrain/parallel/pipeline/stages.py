@@ -68,7 +68,7 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
 
     The cost of a block is its number of active parameters per token; the last stage has that of the head, too.
     """
-    ranks = stage_ranks(state.size("pp"), schedule.stages_per_rank, is_v=schedule.kind == "zbv")
+    ranks = ranks_of_stages(schedule, state.size("pp"))
     cuts = model.stage_contract.cuts
     blocks, head = parameters_met(model)
     if schedule.split is not None:
@@ -78,6 +78,12 @@ def stages_of(model: OmniModel, schedule: PipelineSchedule, state: ParallelState
     costs = [sum(blocks[start:stop]) for start, stop in spans]
     costs[-1] += head
     return PipelineStages(spans, tuple(costs), ranks, state.pp_rank)
+
+
+def ranks_of_stages(schedule: PipelineSchedule | None, num_ranks: int) -> tuple[int, ...]:
+    """Return the pipeline rank of each stage; None: each of ``num_ranks`` has one."""
+    schedule = schedule or PipelineSchedule()
+    return stage_ranks(num_ranks, schedule.stages_per_rank, is_v=schedule.kind == "zbv")
 
 
 def parameters_met(model: OmniModel) -> tuple[list[float], float]:
@@ -109,9 +115,9 @@ def holders(
 ) -> dict[str, tuple[int, ...]]:
     """Return parameter -> the pipeline ranks that hold it, ascending.
 
-    A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; decoders, which embed targets
-    and predict them, on the first and the last; the foundation's others where stages (``first``, ``inner``, ``last``)
-    read them.
+    A block is on the rank of its stage. Encoders are on the first stage, or on all ranks; teachers on the last, with
+    their output layers, or on all; decoders, which embed targets and predict them, on the first and the last; the
+    foundation's others where stages (``first``, ``inner``, ``last``) read them.
     """
     at = {"first": {stages.first_rank}, "last": {stages.last_rank}, "inner": set(stages.ranks[1:-1])}
     of_blocks = stages.of_blocks(path_of_blocks(model))
@@ -126,6 +132,8 @@ def holders(
             held = set(stages.ranks)
         elif component in model.decoder_names:
             held = at["first"] | at["last"]
+        elif name.partition(".")[0] in model.teachers:
+            held = at["last"]
         elif component != FOUNDATION:
             held = at["first"]
         elif inside is not None:

@@ -33,11 +33,19 @@ def model_problems(
     yield from _tower_problems(model, plan, state)
     yield from _spread_problems(model, layers, plan, state)
     yield from _window_problems(model, plan, state)
+    yield from _teacher_problems(model, plan, state)
+
+
+def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
+    """The last stage of a pipeline reads the hidden states of teachers, and the first one the features of all else."""
     for name in model.teachers if state.size("pp") > 1 else ():
-        yield (
-            f"{plan.path_of(FOUNDATION, 'pp')}.pp: found {state.size('pp')}, but the hidden states of the teacher "
-            f"{name} arrive on the first stage, and the last one computes the loss; use 1, or remove the teacher"
-        )
+        section = plan.section_of(name)
+        others = sorted({*plan.sections[section].components} - {*model.teachers}) if section != MAIN else []
+        if others:
+            yield (
+                f"sections.{section}.components: found {others[0]} beside the teacher {name}, but with pp the first "
+                "stage reads what one gives, and the last stage what the other gives; give each a section of its own"
+            )
 
 
 def _pipeline_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
@@ -160,9 +168,8 @@ def _skipped_module_problems(model: OmniModel, state: ParallelState) -> Iterator
 def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) -> Iterator[str]:
     """A tower's call can be shared by all ranks of a sequence group, or by none of them."""
     instead = "remove it (`place: group` divides whole items among these ranks)"
-    others = (FOUNDATION, *model.teachers, *model.reads)
     for name, tower in plan.components.items():
-        if name in others or name not in model.components or (tower.ulysses or 1) == 1:
+        if name in (FOUNDATION, *model.reads) or name not in model.components or (tower.ulysses or 1) == 1:
             continue
         section = plan.section_of(name)
         own = state.of_section(section)
@@ -184,6 +191,9 @@ def _tower_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState) 
 
 
 def _tower_contract(model: OmniModel, component: str) -> SequenceContract:
+    if component in model.teachers:
+        teacher = model.get_submodule(component)
+        return sequence_contract_of(teacher.model, teacher.runner.contract)
     if (encoder := component.removesuffix(".tower")) in model.encoder_names:
         return attached_tower_contract(model.encoders[encoder])
     if component in model.decoder_names:

@@ -78,7 +78,7 @@ def resolve_plans(
             problems += () if name in adapters else _fp32_problems(model, name, resolved)
             problems += router_problems(model, plan, name, layers[name], resolved)
     problems += () if problems else _low_precision_problems(model, plans)  # measured in seconds
-    starving = starving_sections(plan, plans, model.decoder_names)
+    starving = starving_sections(plan, plans, model.decoder_names, model.teachers)
     raise_problems(problems or [*unused_problems(plan, plans), *idle_settings(plan, plans), *starving])
     return plans, adapters
 

@@ -40,7 +40,6 @@ _PROJECTOR: Role = "a projector in `main`"
 _SECTION: Role = "a component of a section"
 _PACKS = "the foundation runs packs: use `local` (a rank runs those that it drew) or `world` (divided by cost)"
 _DEGREES = "components of a section have only dp_replicate, dp_shard, tp, ulysses and ep; remove it"
-_SHARDED = "a teacher is only sharded (dp_shard, ep) or copied (dp_replicate); remove it"
 _CP = "only the foundation supports ring attention; remove it (`place: group` divides items among the ranks)"
 
 # For each field, the first refusal that applies is told.
@@ -58,7 +57,6 @@ REFUSALS = (
         ("tp", "ulysses", "ep"),
         "a decoder of a section is only sharded (dp_shard) or copied (dp_replicate); remove it",
     ),
-    Refusal("a teacher", ("tp", "ulysses"), _SHARDED),
     Refusal("a teacher", ("freeze",), "a teacher never trains; remove it", (True,)),
     Refusal("a projector", ("ulysses",), "a projector has no attention; remove it"),
     Refusal(_PROJECTOR, ("encode", "quadratic_cost"), "a projector in `main` runs in the forwards; remove it"),

@@ -108,10 +108,11 @@ def full_windows(
     name: str,
     num_micro_batches: int,
     decoders: Collection[str],
+    at_end: Collection[str] = (),
 ) -> SectionWindows:
     """Return the windows of section ``name`` if each micro-batch of the step has media for all its components.
 
-    ``decoders``: of the model.
+    ``decoders``: of the model; ``at_end``: the components whose features the last stage reads.
     """
     section = plan.sections[name]
     components = [component for component in plans if component in section.components]
@@ -125,6 +126,7 @@ def full_windows(
         encode_twice=section.encode_twice,
         reads={reader: read for reader, read in plan.reads().items() if reader in components},
         heads={name: range(num_micro_batches) for name in components if name in decoders},
+        at_end=not {*at_end}.isdisjoint(components),
     )
 
 
@@ -145,10 +147,11 @@ def idle_settings(plan: ParallelPlan, plans: Mapping[str, ComponentPlan]) -> Ite
 
 
 def starving_sections(
-    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], decoders: Collection[str]
+    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], decoders: Collection[str], teachers: Collection[str]
 ) -> Iterator[str]:
     """Yield the sections that would wait for ever; found once, since validating each step would take too long."""
     foundation, found = plans[FOUNDATION], dict[str, None]()
+    at_end = teachers if (foundation.pp or 1) > 1 else ()
     settings = foundation.schedule or PipelineSchedule()
     group = least_micro_batches(settings.resolved_kind, foundation.pp or 1, settings.group_size)
     for name, section in plan.sections.items():
@@ -156,7 +159,7 @@ def starving_sections(
         kept = max(plan.sections[each].in_flight or 0 for each in together)
         in_flight = section.micro_batch * (kept + 1)
         num_micro_batches = group * (4 + math.ceil(in_flight / group))  # steady, and of groups of equal size
-        windows = [full_windows(plan, plans, each, num_micro_batches, decoders) for each in together]
+        windows = [full_windows(plan, plans, each, num_micro_batches, decoders, at_end) for each in together]
         try:
             schedule = table_of(pipeline_shape(foundation), num_micro_batches)
             validate(with_sections(schedule, windows, dict.fromkeys((Kind.F, Kind.I, Kind.W), 1), lambda *_: 1.0))

@@ -119,6 +119,8 @@ class Executor:
         # Tensor parallel ranks compute the same loss, which counts once.
         self._share = 1.0 if layout is None or layout.state.tp_rank == 0 else 0.0
         self._trains = trains and any(batch.plan.loss_counts.values())  # the same on all ranks: counts are global
+        of_teachers = {name: batch.plan.rows_of(name) for name in model.compared}
+        self._counts = batch.plan.loss_counts | of_teachers
         self._draws = StepDraws(model.device) if model.draws and model.training else None
         self._total = torch.zeros((), device=model.device)
         self._live: dict[_Key, _LiveMicroBatch] = {}
@@ -238,7 +240,7 @@ class Executor:
             if stage == 0 and self._held is None and isinstance(self._model, FSDPModule):
                 self._model.unshard()  # the root may have parameters of components, which are called before it
             if stage in (0, self._last):
-                features = self._graph.labels_of if stage else self._graph.features_of
+                features = self._graph.features_at_end if stage else self._graph.features_of
                 given = replace(given, features=features(micro_batch, pack))
             if self._on_encoded is not None:
                 return self._on_encoded(micro_batch, given)
@@ -263,15 +265,14 @@ class Executor:
 
     def _losses(self, output: OmniOutput) -> list[Tensor]:
         # Sums over zero tokens enter, too: the backward of calls for other ranks hangs on the text's sum.
-        counts = self._batch.plan.loss_counts
-        counts = dict.fromkeys(self._model.compared, counts["text"]) | counts
-        return [self._weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
+        weights, counts = self._weights, self._counts
+        return [weights.get(name, 1.0) * term.sum / max(counts[name], 1) for name, term in output.losses.items()]
 
     def _backward(self, action: Action) -> None:
         key = stage, micro_batch = _key(action)
         live = self._live.pop(key)
         if self._held is None:
-            reduce_on_last(self._model, self._batch, micro_batch)
+            reduce_replicas_in_last(self._model, self._batch, micro_batch)
         components = self._graph.with_backward(micro_batch) if stage == 0 else []
         with self._before(components):
             self._backward_of_stage(live, key)
@@ -452,7 +453,7 @@ def _owner(action: Action) -> int | str:
     return action.component if action.stage is None else action.stage
 
 
-def reduce_on_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:
+def reduce_replicas_in_last(model: OmniModel, batch: StepBatch, micro_batch: int) -> None:
     """Make each component reduce over its replicas only in the last micro-batch in which it runs."""
     if layout_of(model) is not None:
         plan = batch.plan

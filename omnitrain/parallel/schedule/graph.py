@@ -144,17 +144,24 @@ class StepGraph:
             micro_batch: its index.
             pack: its pack on this rank, on the model's device.
         """
-        for component in self._called(micro_batch):
+        return self._features_of(micro_batch, pack, at_end=False)
+
+    def _features_of(self, micro_batch: int, pack: Pack, *, at_end: bool) -> dict[str, MediaFeatures]:
+        for component in self._called(micro_batch, at_end=at_end):
             self._encode(component, micro_batch, pack)
             self._move(component, micro_batch)
         return {
             component: window.read(micro_batch, self._model.device)
-            for component, window in self._read_in(micro_batch).items()
+            for component, window in self._read_in(micro_batch, at_end=at_end).items()
         }
 
-    def labels_of(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
-        """Return decoder -> its features for a micro-batch, without a graph, on a stage that is not the first."""
-        found = {}
+    def features_at_end(self, micro_batch: int, pack: Pack) -> dict[str, MediaFeatures]:
+        """Return, on a last stage that is not the first, the features that it reads, as constants.
+
+        Those of decoders have the labels. Of a teacher nobody else reads them.
+        """
+        found = self._features_of(micro_batch, pack, at_end=True)
+        self._forget(micro_batch, at_end=True)
         for component in self._called(micro_batch):
             placement = self._nodes[component].placement
             if placement.head is not None:
@@ -167,7 +174,11 @@ class StepGraph:
 
     def take_gradients(self, micro_batch: int) -> None:
         """Keep the gradients of a micro-batch's features, after its backward on the first stage."""
-        for component in self._read_in(micro_batch):
+        self._forget(micro_batch, at_end=False)
+
+    def _forget(self, micro_batch: int, *, at_end: bool) -> None:
+        """Forget the features of a micro-batch, and keep their gradients."""
+        for component in self._read_in(micro_batch, at_end=at_end):
             self._keep_gradients(component, self._start(component, micro_batch), micro_batch)
 
     def with_backward(self, micro_batch: int) -> list[str]:
@@ -269,22 +280,24 @@ class StepGraph:
         node.forget_read(window)
 
     def _reads_here(self, component: str) -> bool:
-        """Whether this rank reads the features of a component: on the first stage, or where its reader is."""
-        is_first = self._topology.first_stage[self._rank] == self._rank
-        return is_first or self._topology.reader_of(component) is not None
+        """Whether this rank reads the features of a component that it got: on a stage, or where its reader is."""
+        behind, is_called = self._nodes[component].placement.behind, component in self._topology.names("forward")
+        is_there = self._topology.first_stage[self._rank] + behind == self._rank
+        return is_called or is_there or self._topology.reader_of(component) is not None
 
-    def _called(self, micro_batch: int) -> list[str]:
-        """The components that the forward of a micro-batch calls, in the order in which they encode."""
-        by_forwards = self._topology.names("forward")
-        return [n for n in self._nodes if n in by_forwards and self._is_encoded(n, micro_batch)]
+    def _called(self, micro_batch: int, *, at_end: bool = False) -> list[str]:
+        """The components that a stage calls in the forward of a micro-batch, in the order in which they encode."""
+        called = {n for n in self._topology.names("forward") if self._topology.component(n).at_end == at_end}
+        return [n for n in self._nodes if n in called and self._is_encoded(n, micro_batch)]
 
     def _is_encoded(self, component: str, window: int) -> bool:
         numbers, _ = self._batch.plan.calls_and_heads(window)
         return any(numbers[name] for name in self._nodes[component].placement.media)
 
-    def _read_in(self, micro_batch: int) -> dict[str, Window]:
-        """The components whose features the foundation reads in a micro-batch, and the windows that it is in."""
-        by_foundation = [name for name in self._nodes if self._topology.reader_of(name) is None]
+    def _read_in(self, micro_batch: int, *, at_end: bool) -> dict[str, Window]:
+        """The components whose features a stage reads in a micro-batch, and the windows that it is in."""
+        mine = [name for name, node in self._nodes.items() if node.placement.at_end == at_end]
+        by_foundation = [name for name in mine if self._topology.reader_of(name) is None]
         starts = {name: self._start(name, micro_batch) for name in by_foundation}
         windows = {name: self._nodes[name].windows.get(start) for name, start in starts.items()}
         return {name: window for name, window in windows.items() if window is not None}

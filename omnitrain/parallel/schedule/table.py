@@ -47,6 +47,7 @@ def section_windows(layout: ModelLayout, plan: StepPlan, name: str, upcoming: St
         is_encoded=any(edge.has_kept(plan) for c, edge in layout.edges.items() if c in in_order),
         upcoming={c: [plan.num_micro_batches + window for window in windows] for c, windows in ahead.items()},
         reads={c.name: c.reads for c in placements if c.reads},
+        at_end=not plan.topology.at_end.isdisjoint(in_order),
         heads={name: _micro_batches_of_head(plan, name) for name in plan.topology.heads_apart if name in in_order},
     )
 

@@ -204,8 +204,9 @@ class FeatureEdge:
     """This rank's end of the edge of a component. Ranks of both ends create it, in the same order.
 
     Ranks are global. ``senders`` are of its section, ``receivers`` read the features: of ``main``, those of the first
-    pipeline stage. A receiver has room for ``slots`` messages. The carrier ``nixl``, between hosts' memories, brings
-    features only. :attr:`kept`: window -> features of a later step, which this rank has encoded ahead.
+    pipeline stage, or for a teacher of the last one. A receiver has room for ``slots`` messages. The carrier ``nixl``,
+    between hosts' memories, brings features only. :attr:`kept`: window -> features of a later step, which this rank has
+    encoded ahead.
 
     With a :class:`LossForm`, it is the edge of a decoder's losses: ``receivers`` are the ranks of the last stage,
     ``behind`` ranks after those of the first one, and hidden states are given back before losses are taken.
@@ -432,7 +433,9 @@ def connect_sections(
             ends = Ends(section_name, reader_of.get(component, MAIN))
             reading = state.of_section(ends.target)
             of_stage = reading.size("stage")
-            receivers = reading.ranks[:of_stage]  # of the first stage
+            behind = last_stage * of_stage
+            at_end = reading.ranks[behind : behind + of_stage]
+            receivers = at_end if component in model.teachers else reading.ranks[:of_stage]
             made = FeatureEdge(
                 component, form, ends, senders, receivers, slots=section.slots, device=device, carrier=section.carrier
             )
@@ -440,19 +443,17 @@ def connect_sections(
                 edges[component] = made
             if component in model.decoder_names:
                 hidden, columns = Rows(form.rows[0].shape, dtype), 1 + len(loss_metrics(model, component))
-                behind = last_stage * of_stage
-                receivers = reading.ranks[behind : behind + of_stage]
                 made = FeatureEdge(
                     component,
                     LossForm(hidden, columns),
                     ends,
                     senders,
-                    receivers,
+                    at_end,
                     slots=section.slots,
                     device=device,
                     behind=behind,
                 )
-                if state.rank in (*senders, *receivers):
+                if state.rank in (*senders, *at_end):
                     losses[component] = made
     return edges, losses
 

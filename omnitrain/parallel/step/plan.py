@@ -110,7 +110,8 @@ class StepPlanner:
     order: OrderOfRun | None = None  # of the micro-batches of each step; None: each rank runs what it draws, in order
     reorders: bool = True  # whether micro-batches may change their order and their rank
     divided: tuple[str, ...] = ()  # encoders whose projectors are planned apart from their towers
-    teachers: tuple[str, ...] = ()  # encoders whose items are the samples themselves
+    # encoder whose items are the samples themselves -> the sources of these; None: all
+    teachers: Mapping[str, tuple[str, ...] | None] = field(default_factory=dict)
 
     def __call__(self, packs: Sequence[Pack]) -> StepBatch:
         """Plan a step, and send media to the ranks that encode them; all ranks must call it.

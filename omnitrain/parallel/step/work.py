@@ -81,6 +81,6 @@ def exchange_in(model: OmniModel, batch: StepBatch, placement: Placement, window
 def _slice_read(model: OmniModel, batch: StepBatch, placement: Placement, window: int) -> RankSlice | None:
     """Return the slice for whose tokens alone this rank reads a component's features of a window; None: for all."""
     layout = layout_of(model)
-    is_shared = layout is not None and placement.name in layout.sharing
+    is_shared = layout is not None and (layout.components[placement.name].plan.ulysses or 1) > 1
     needs_all = placement.edge != "forward" or placement.place == "world" or placement.head is not None or is_shared
     return None if needs_all or not batch.plan.topology.moves(placement.name) else slice_in(model, batch, window)

@@ -26,14 +26,17 @@ from omnitrain.recipe.parallel import FOUNDATION
 _TOLERANCE, _SMALLEST = 1e-3, 1e-2
 
 
-def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> None:
-    """Raise UserError unless a tiny model, sharded as the foundation will be, has the whole one's logits and gradients.
+def require_same_math(
+    model: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, root: str = FOUNDATION
+) -> None:
+    """Raise UserError unless a tiny model, sharded as ``model`` will be, has the whole one's logits and gradients.
 
-    Every tensor parallel rank takes part. Only the class and config of ``foundation`` are used, and only styles in it.
+    Every tensor parallel rank takes part. Only the class and config of ``model`` are used, and only styles in it, which
+    begin with its name ``root``.
     """
-    if problem := _tried(foundation, styles, state, divide=False)[0]:
+    if problem := _tried(model, styles, state, root, divide=False)[0]:
         raise UserError(
-            f"tp_plan: {type(foundation).__name__} gives other results with this plan. On a tiny model, {problem}; "
+            f"tp_plan: {type(model).__name__} gives other results with this plan. On a tiny model, {problem}; "
             "give each rank whole heads and whole inputs of norms (colwise_gather_output, rowwise_split_input), or "
             "leave modules out"
         )
@@ -41,25 +44,25 @@ def require_same_math(foundation: PreTrainedModel, styles: Mapping[str, str], st
 
 def try_tokens(foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState) -> TokenSharding:
     """Check a tiny model whose tokens are divided between its blocks against the whole one, on all ``tp`` ranks."""
-    problem, ends = _tried(foundation, styles, state, divide=True)
+    problem, ends = _tried(foundation, styles, state, FOUNDATION, divide=True)
     return TokenSharding(f"on a tiny model, {problem}" if problem else "", ends)
 
 
 def _tried(
-    foundation: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, *, divide: bool
+    model: PreTrainedModel, styles: Mapping[str, str], state: ParallelState, root: str, *, divide: bool
 ) -> tuple[str, frozenset[str]]:
     """Return what is wrong with a sharded tiny model (or nothing), and the matrices that end regions."""
-    inside = {n.removeprefix(f"{FOUNDATION}."): s for n, s in styles.items() if n.startswith(f"{FOUNDATION}.")}
+    inside = {n.removeprefix(f"{root}."): s for n, s in styles.items() if n.startswith(f"{root}.")}
     if not inside:
         return "", frozenset()
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), ExitStack() as trials:
-        for config in tiny_configs(foundation.config):
-            trial = attempt(trials.enter_context, Trial.of(type(foundation), config))
+        for config in tiny_configs(model.config):
+            trial = attempt(trials.enter_context, Trial.of(type(model), config))
             probes = [] if isinstance(trial, Failure) else attempt(_accepted, trial)
             if not isinstance(trial, Failure) and probes and not isinstance(probes, Failure):
                 found = attempt(_measured, trial.plain.to(state.device_type), probes, inside, state, divide=divide)
                 return (f"it does not run: {found}", frozenset()) if isinstance(found, Failure) else found
-    raise UserError(f"tp: no tiny {type(foundation).__name__} runs, so its plan cannot be tried; use tp 1")
+    raise UserError(f"tp: no tiny {type(model).__name__} runs, so its plan cannot be tried; use tp 1")
 
 
 def _accepted(trial: Trial) -> list[Probe]:

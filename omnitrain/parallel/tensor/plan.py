@@ -15,7 +15,7 @@ from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.config_value import config_value
 from omnitrain.parallel.tensor.styles import STYLES
 from omnitrain.recipe.globs import any_layer, matches
-from omnitrain.recipe.parallel import FOUNDATION, MAIN, ParallelPlan
+from omnitrain.recipe.parallel import FOUNDATION, MAIN, ComponentPlan, ParallelPlan
 from omnitrain.recipe.suggest import hint
 
 
@@ -39,7 +39,8 @@ def tensor_plan(model: OmniModel, plan: ParallelPlan, degrees: Mapping[str, int]
     """Return the styles of a model that is not parallelized yet; ``degrees``: section -> its tensor parallel ranks.
 
     Without ``plan.tp_plan`` the foundation's HF plan applies, except its entries for towers, and for modules that the
-    foundation's forward uses only for some samples, because no plan can be tried on these. A glob that matches another
+    foundation's forward uses only for some samples, because no plan can be tried on these. Its own HF plan applies to a
+    teacher whose own plan has tp. A glob that matches another
     name of the foundation applies only to the foundation; another glob to all components that it matches.
     """
     problems: list[str] = []
@@ -74,7 +75,10 @@ def _styles_of(planning: _Planning, plan: ParallelPlan, section: str) -> dict[st
     if plan.tp_plan is not None:
         styles = planning.globs(plan.tp_plan)
     else:
-        styles = planning.of_foundation() if section == MAIN else {}
+        styles = planning.of_model(FOUNDATION) if section == MAIN else {}
+    for name in planning.teachers:
+        if (plan.components.get(name, ComponentPlan()).tp or 1) > 1:
+            styles = planning.of_model(name) | styles
     styles = {name: style for name, style in styles.items() if plan.section_of(planning.component_of(name)) == section}
     return {} if planning.problems else planning.checked(styles)
 
@@ -130,21 +134,26 @@ class _Planning:
     def _tp_of(self, name: str) -> int:
         return self._degrees.get(self.component_of(name), self._tp)
 
-    def of_foundation(self) -> dict[str, str]:
-        """The styles of the foundation's HF plan."""
-        planned = {f"{FOUNDATION}.{key}": style for key, style in (self._model.foundation.tp_plan or {}).items()}
+    @property
+    def teachers(self) -> Collection[str]:
+        return self._model.teachers
+
+    def of_model(self, component: str) -> dict[str, str]:
+        """The styles of the HF plan of the foundation, or of a teacher."""
+        model, root = self._model.language_models[component]
+        planned = {f"{root}.{key}": style for key, style in (model.tp_plan or {}).items()}
         self._require_known(planned.values())
         if self.problems:
             return {}
         styles = {}
         for name in (*self._modules, *self._parameters):
             style = planned.get(any_layer(name))
-            if style is not None and self.component_of(name) == FOUNDATION and not self._is_untried(name):
+            if style is not None and self.component_of(name) == component and not self._is_untried(name):
                 styles[name] = style
         for name in [name for name in styles if self._is_vocabulary(name) and self._rest(name, styles[name])]:
             del styles[name]  # replicating an indivisible vocabulary is always correct
         if not any(STYLES[style].cut for name, style in styles.items() if not self._is_vocabulary(name)):
-            kind = type(self._model.foundation).__name__
+            kind = type(model).__name__
             self.problems.append(
                 f"tp: found {self._tp}, but {kind} has no tensor parallel plan for its layers; list its modules "
                 "in tp_plan, such as `layers.*.self_attn.q_proj: colwise` and `layers.*.self_attn.o_proj: rowwise`"
@@ -234,9 +243,9 @@ class _Planning:
         return self._model.runner.in_forward.reaches_alone(name.removeprefix(f"{FOUNDATION}."))
 
     def _is_vocabulary(self, name: str) -> bool:
-        module = self._modules.get(name)
-        foundation = self._model.foundation
-        return module is not None and module in (foundation.get_input_embeddings(), foundation.get_output_embeddings())
+        module, models = self._modules.get(name), [model for model, _ in self._model.language_models.values()]
+        tables = [table for model in models for table in (model.get_input_embeddings(), model.get_output_embeddings())]
+        return module is not None and module in tables
 
     def _head_problems(self, styles: Mapping[str, str]) -> Iterator[str]:
         """Attention with sharded projections must have whole heads on every rank."""

@@ -141,6 +141,7 @@ class SectionWindows:
     # decoder -> micro-batches in which it has targets. The last stage sends the section the hidden states from which
     # they are predicted; the section computes the loss, and sends it back with the gradients of these states
     heads: Mapping[str, Sequence[int]] = field(default_factory=dict, hash=False)
+    at_end: bool = False  # whether the last stage reads its features, not the first one
     # number of stages of each of its components: the section has as many lists of actions. With several, a forward of a
     # stage is ``F``, and ``ENCODE`` is not used
     num_stages: int = 1
@@ -228,6 +229,10 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of the foundation on a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def stage_reading(self, section: SectionWindows) -> int:
+        """Return the stage that reads the features of a section."""
+        return self.num_stages - 1 if section.at_end else 0
 
     def source_of(self, part: Action) -> Action | None:
         """Return the pass of the stage before or after whose result a pass needs, if any."""

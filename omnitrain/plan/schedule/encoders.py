@@ -52,13 +52,16 @@ def _timed(
                 yield (of_first_stage[last[window]].end, 0, -order, 0), encode._replace(kind=Kind.ENCODE_B)
 
 
-def uses_of_windows(row: Sequence[Action], size: int) -> tuple[dict[int, int], dict[int, int]]:
-    """Return window -> indices in ``row`` of the first action that reads its features, and of their last backward."""
+def uses_of_windows(row: Sequence[Action], size: int, stage: int = 0) -> tuple[dict[int, int], dict[int, int]]:
+    """Return window -> indices in ``row`` of the first action that reads its features, and of their last backward.
+
+    ``stage``: the one that reads them.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(row):
         for part in action.passes:
-            if part.stage == 0 and part.component == FOUNDATION and part.kind is not Kind.W:
+            if part.stage == stage and part.component == FOUNDATION and part.kind is not Kind.W:
                 assert part.micro_batch is not None
                 window = part.micro_batch - part.micro_batch % size
                 if part.kind is Kind.F:

@@ -25,7 +25,7 @@ from omnitrain.plan.schedule.simulate import Durations, Event, simulate
 
 
 class _Turn(NamedTuple):
-    """When the features of a window are used, by the first stage or by another section."""
+    """When the features of a window are used, by the stage that reads them or by another section."""
 
     window: int  # its first micro-batch
     begins: float  # seconds at which the first of its forwards starts, if no features are late
@@ -58,38 +58,46 @@ def with_sections(
 
     A section's list has ``ENCODE`` and ``SEND_F`` for each window and component, ``RECV_B`` and ``ENCODE_B`` for
     trained ones. The first stage gets ``RECV_F``, which waits for the features, before the first forward that reads
-    them, and ``SEND_B`` after the last backward that gives them gradients; so does a section that reads features of
-    another one, around its ``ENCODE`` and ``ENCODE_B``. Windows are encoded in the order in which the first stage needs
-    them. Of a decoder, ``HEAD`` computes the loss of a micro-batch: the last stage sends the hidden states behind its
-    forward, and waits for what comes back before its backward. A section runs a head as soon as it can, the next
-    forward if slots and ``in_flight`` allow, otherwise the backward that became possible first. ``encoding``: component
-    and window -> seconds of a forward; a backward takes twice as long, and a head three times. Raises ScheduleError: a
-    section may keep fewer windows than the first stage needs before its first backward.
+    them, and ``SEND_B`` after the last backward that gives them gradients; so does the last stage for ``at_end``, and a
+    section that reads features of another one, around its ``ENCODE`` and ``ENCODE_B``. Windows are encoded in the order
+    in which they are needed. Of a decoder, ``HEAD`` computes the loss of a micro-batch: the last stage sends the hidden
+    states behind its forward, and waits for what comes back before its backward. A section runs a head as soon as it
+    can, the next forward if slots and ``in_flight`` allow, otherwise the backward that became possible first.
+    ``encoding``: component and window -> seconds of a forward; a backward takes twice as long, and a head three times.
+    Raises ScheduleError: a section may keep fewer windows than the first stage needs before its first backward.
     """
     if not sections or not schedule.num_micro_batches:
         return schedule
-    first_rank, last_rank = schedule.stage_ranks[0], schedule.stage_ranks[-1]
-    timeline = simulate(schedule, durations)
-    events, of_last = timeline.events[first_rank], timeline.events[last_rank]
+    timeline, last_rank, last = simulate(schedule, durations), schedule.stage_ranks[-1], schedule.num_stages - 1
     rows = [list(row) for row in schedule.actions]
     rows_of = rows_of_sections(sections, len(rows))
     row_of = {component: rows_of[section.name] for section in sections for component in section.encoded}
-    peers = dict.fromkeys(row_of, first_rank)
-    peers |= {read: row_of[reader][0] for s in sections for reader, read in s.reads.items()}
+    peers = _readers(schedule, sections, row_of)
     passes: dict[str, list[_Pass]] = {}
     for section in _readers_first(sections):
-        turns = _turns(events, section, [passes[s.name] for s in sections if _feeds(section, s)])
-        heads = _heads(of_last, schedule.num_stages - 1, section, turns)
+        stage = schedule.stage_reading(section)
+        events = timeline.events[schedule.stage_ranks[stage]]
+        turns = _turns(events, stage, section, [passes[s.name] for s in sections if _feeds(section, s)])
+        heads = _heads(timeline.events[last_rank], last, section, turns)
         passes[section.name] = [*_order(section, turns, heads, encoding, _limiting(section, sections))]
     trained = frozenset[str]().union(*(section.trained for section in sections))
     for section in sections:
-        to_main = [component for component in section.encoded if peers[component] == first_rank]
-        rows[first_rank] = _with_messages(rows[first_rank], section, to_main, rows_of[section.name][-1])
-        rows[last_rank] = _with_losses(rows[last_rank], schedule.num_stages - 1, section, rows_of[section.name][-1])
+        peer, stage = rows_of[section.name][-1], schedule.stage_reading(section)
+        rank = schedule.stage_ranks[stage]
+        to_main = [component for component in section.encoded if peers[component] == rank]
+        rows[rank] = _with_messages(rows[rank], section, to_main, peer, stage)
+        rows[last_rank] = _with_losses(rows[last_rank], last, section, peer)
         passes_of = passes[section.name]
         stages = range(section.num_stages)
         rows += [_actions(section, k, passes_of, peers | {FOUNDATION: last_rank}, row_of, trained) for k in stages]
     return replace(schedule, actions=tuple(map(tuple, rows)), sections=tuple(sections))
+
+
+def _readers(schedule: Schedule, sections: Sequence[SectionWindows], row_of: Mapping[str, range]) -> dict[str, int]:
+    """Component of a section -> the list of those who read its features; ``row_of``: the lists of its section."""
+    main = {section.name: schedule.stage_ranks[schedule.stage_reading(section)] for section in sections}
+    found = {component: main[section.name] for section in sections for component in section.encoded}
+    return found | {read: row_of[reader][0] for section in sections for reader, read in section.reads.items()}
 
 
 def _feeds(section: SectionWindows, other: SectionWindows) -> bool:
@@ -117,9 +125,11 @@ def _readers_first(sections: Sequence[SectionWindows]) -> Iterator[SectionWindow
         left = [section for section in left if section not in ready]
 
 
-def _turns(events: Sequence[Event], section: SectionWindows, readers: Sequence[Sequence[_Pass]]) -> list[_Turn]:
-    """The turns of all windows that have items, in the order in which they begin on the first stage and its readers."""
-    first, last = uses_of_windows([event.action for event in events], section.size)
+def _turns(
+    events: Sequence[Event], stage: int, section: SectionWindows, readers: Sequence[Sequence[_Pass]]
+) -> list[_Turn]:
+    """The turns of all windows that have items, in the order in which they begin on a stage and its readers."""
+    first, last = uses_of_windows([event.action for event in events], section.size, stage)
     begins = {window: events[index].start for window, index in first.items()}
     ends = {window: events[index].end for window, index in last.items()}
     in_order = sorted({w for windows in section.encoded.values() for w in windows}, key=lambda window: begins[window])
@@ -179,9 +189,11 @@ def _with_losses(row: list[Action], last: int, section: SectionWindows, peer: in
     return with_messages
 
 
-def _with_messages(row: list[Action], section: SectionWindows, components: Sequence[str], peer: int) -> list[Action]:
-    """Add the messages of these components of a section to the actions of the first stage's rank."""
-    first, last = uses_of_windows(row, section.size)
+def _with_messages(
+    row: list[Action], section: SectionWindows, components: Sequence[str], peer: int, stage: int
+) -> list[Action]:
+    """Add the messages of these components of a section to the actions of the rank of a stage, which reads them."""
+    first, last = uses_of_windows(row, section.size, stage)
     before: dict[int, list[Action]] = {}
     after: dict[int, list[Action]] = {}
     for component in components:

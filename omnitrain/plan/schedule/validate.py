@@ -251,7 +251,6 @@ def _windows_of_main(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tupl
 def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[tuple[int, list[Action]]]:
     """Yield the actions of a section for each of its windows, and of the readers of its features, in order."""
     readers = {read: (section, reader) for section in schedule.sections for reader, read in section.reads.items()}
-    main = schedule.stage_ranks[0]
     listed = dict.fromkeys((a.component, a.micro_batch) for places in at for a in places if a.stage is None)
     for section in schedule.sections:
         rank = schedule.rows_of_sections[section.name][-1]
@@ -260,7 +259,9 @@ def _windows_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[
                 continue  # of another section, for its weights, or of the next step
             micro_batches = range(start, min(start + section.size, schedule.num_micro_batches))
             message = Action(Kind.SEND_F, micro_batch=start, component=component)
-            peer, (first, last) = main, _first_and_last(at[main], micro_batches)
+            stage = schedule.stage_reading(section)
+            peer = schedule.stage_ranks[stage]
+            first, last = _first_and_last(at[peer], micro_batches, stage)
             if component in readers:
                 reading, reader = readers[component]
                 peer = schedule.rows_of_sections[reading.name][0]
@@ -293,10 +294,11 @@ def _losses_of_sections(schedule: Schedule, at: Sequence[_Places]) -> Iterator[t
             yield main, [Action(Kind.F, stage, k), states, loss.receive(rank), *ends]
 
 
-def _first_and_last(places: _Places, micro_batches: range) -> tuple[Action, Action]:
-    """Return the first forward of the first stage, and the last action that has the gradients of its inputs."""
-    forwards = [Action(Kind.F, 0, k) for k in micro_batches]
-    ends = [end for k in micro_batches for end in (Action(Kind.B, 0, k), Action(Kind.I, 0, k)) if end in places]
+def _first_and_last(places: _Places, micro_batches: range, stage: int = 0) -> tuple[Action, Action]:
+    """Return the first forward of a stage, and the last action that has the gradients of its inputs."""
+    forwards = [Action(Kind.F, stage, k) for k in micro_batches]
+    backwards = (Action(kind, stage, k) for k in micro_batches for kind in (Kind.B, Kind.I))
+    ends = [end for end in backwards if end in places]
     return min(forwards, key=lambda action: [*places[action]]), max(ends, key=lambda action: [*places[action]])
 
 

@@ -316,8 +316,9 @@ class StepEstimate:
         placements = [self._layout.topology.component(name) for name in self._encodings]
         schedule = table_of(pipeline_shape(self._plan), number, placements)
         if plan.sections:
-            decoders = self._layout.topology.heads_apart
-            windows = [full_windows(plan, self._layout.plans, name, number, decoders) for name in plan.sections]
+            topology, plans = self._layout.topology, self._layout.plans
+            heads, at_end = topology.heads_apart, topology.at_end
+            windows = [full_windows(plan, plans, name, number, heads, at_end) for name in plan.sections]
             windows = [replace(of, encoded=self._active(of.encoded), heads=self._active(of.heads)) for of in windows]
             schedule = with_sections(schedule, windows, self._seconds, self._encode)
         return schedule, simulate(schedule, self._seconds, self._link())

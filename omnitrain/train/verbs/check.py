@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,9 @@ def _show_model(model: OmniModel) -> None:
 
 
 def _check_rows(
-    kind: str, firsts: list[tuple[str, Sample | Rejected | UserError]], teachers: Sequence[str]
+    kind: str,
+    firsts: list[tuple[str, Sample | Rejected | UserError]],
+    teachers: Mapping[str, tuple[str, ...] | None],
 ) -> list[str]:
     problems = _Problems()
     for name, sample in firsts:

@@ -25,7 +25,7 @@ from omnitrain.plan.schedule.simulate import Timeline, simulate
 from omnitrain.plan.schedule.table import table_of
 from omnitrain.plan.schedule.validate import validate
 from omnitrain.recipe import Recipe
-from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, ParallelPlan, PlanError, Section
+from omnitrain.recipe.parallel import FOUNDATION, ComponentPlan, PlanError, Section
 from omnitrain.recipe.plan_groups import PipelineSchedule
 from omnitrain.train.build_from_recipe import build_without_tokenizer
 from omnitrain.train.device import mixed_precision
@@ -115,7 +115,10 @@ class _Planned:
 
     def windows(self, section: str) -> SectionWindows:
         """The windows of a section."""
-        return _windows(self.recipe.parallel, self.plans, section, self.number, self.model.decoder_names)
+        full = full_windows(
+            self.recipe.parallel, self.plans, section, self.number, self.model.decoder_names, self.topology.at_end
+        )
+        return _in_two_steps(full, self.recipe.parallel.sections[section], self.number)
 
     def stages(self) -> list[StageRow]:
         """The stages of the pipeline; none without one."""
@@ -236,12 +239,9 @@ def _remarks(planned: _Planned, *, encodes_as_estimated: bool) -> Iterator[str]:
     yield from (f"advice: {line}" for line in planned.advice)
 
 
-def _windows(
-    plan: ParallelPlan, plans: Mapping[str, ComponentPlan], name: str, number: int, decoders: Collection[str]
-) -> SectionWindows:
-    """The windows of a section, if each micro-batch has media for all its components, in this step and in the next."""
-    windows = full_windows(plan, plans, name, number, decoders)
-    if not plan.sections[name].ahead:
+def _in_two_steps(windows: SectionWindows, section: Section, number: int) -> SectionWindows:
+    """The windows of a section in this step of so many micro-batches, and in the next."""
+    if not section.ahead:
         return windows
     later = {component: [number + start for start in starts] for component, starts in windows.encoded.items()}
     return replace(windows, is_encoded=True, upcoming=later)

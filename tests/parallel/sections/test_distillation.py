@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from omnitrain.data.packing.pack import Pack
+from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
@@ -78,6 +81,24 @@ def test_the_losses_of_two_teachers_are_those_of_full_logits() -> None:
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys() and not any(name.startswith(("big", "wise")) for name in found)
     assert max(relative_error(found[name], expected[name]) for name in found) <= 1e-5
+
+
+def test_a_teacher_of_some_sources_compares_their_samples_alone() -> None:
+    given = {"big": teacher(JSD | {"sources": ["own"]}, 1)}
+    model = tiny_model(encoders={}, decoders={}, teachers=given).train()
+    samples = [replace(sample, source=source) for sample, source in zip(texts(3), ("own", "other", "own"), strict=True)]
+    first, second, third = (len(Pack.from_samples([sample]).text_rows) for sample in samples)
+    found, alone = (model(Pack.from_samples(some)) for some in (samples, samples[::2]))
+    assert found.losses["text"].count == first + second + third and found.losses["big"].count == first + third
+    torch.testing.assert_close(found.losses["big"].rows, alone.losses["big"].rows, rtol=1e-5, atol=1e-6)
+    assert found.read["big"].tolist() == [
+        row for row in found.read["text"].tolist() if _source_at(samples, row) == "own"
+    ]
+    assert model(Pack.from_samples(samples[1:2])).losses.keys() == {"text"}
+
+
+def _source_at(samples: list[Sample], token: int) -> str:
+    return next(s.source for s, end in zip(samples, accumulate(map(len, samples)), strict=True) if token < end)
 
 
 def test_a_pack_without_trained_text_has_no_divergence() -> None:
@@ -155,6 +176,7 @@ def test_a_recipe_reads_the_output_layer_from_the_teachers_files_on_any_ranks(
         ("model.teachers.big.divergence=null", "model.teachers.big.weight: .* there is no `divergence`"),
         ("model.freeze=[big]", "model.freeze: 'big' is of a teacher, which never trains; remove it"),
         ("train.loss_weights={big: 2}", "train.loss_weights.big: unknown name"),
+        ("model.teachers.big.sources=[trian]", "model.teachers.big.sources: unknown data set 'trian'; .*train"),
     ],
 )
 def test_keys_without_effect_are_refused(recipe: Path, override: str, message: str) -> None:

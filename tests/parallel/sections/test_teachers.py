@@ -254,10 +254,8 @@ def test_check_names_rows_with_media_that_a_teacher_would_read(recipe: Path, tmp
         ({"big": {"lora": {"targets": ["**"]}}}, r"components.big.lora: a teacher does not train; remove it"),
         ({"big": {"freeze": True}}, r"components.big.freeze: found true, but a teacher never trains; remove it"),
         ({"big": {"freeze": False}}, r"components.big.freeze: found false, but the component is frozen"),
-        ({"big": {"tp": 2}}, r"components.big.tp: found 2, but a teacher is only sharded .*; remove it"),
-        ({"big": {"ulysses": 2}}, r"components.big.ulysses: found 2, but a teacher is only sharded"),
+        ({"big": {"pp": 2}}, r"components.big.pp: found 2, but"),
         ({"big": {"cp": 2}}, r"components.big.cp: found 2, but"),
-        ({"foundation": {"pp": 2}}, r"components.foundation.pp: found 2, but the hidden states of the teacher big"),
     ],
 )
 @pytest.mark.parametrize("apart", [False, True])
@@ -268,6 +266,28 @@ def test_what_a_teacher_cannot_do_is_refused(
     plan = ParallelPlan(components=components, sections=sections)
     with pytest.raises(UserError, match=message):
         resolve_without_ranks(taught(), plan, mixed_precision=False, num_ranks=2 + 2 * apart)
+
+
+@pytest.mark.parametrize(
+    ("components", "sections", "message"),
+    [
+        ({"big": {"tp": 2}}, [], r"components.big.tp: found 2, but the foundation has 1; use 1, or give big a section"),
+        ({"big": {"ulysses": 2}}, [], r"components.big.ulysses: found 2, but no ranks share a sequence of the foundat"),
+        (
+            {"foundation": {"pp": 2}},
+            ["big", "image_encoder"],
+            r"found image_encoder beside the teacher big, but",
+        ),
+    ],
+)
+def test_degrees_of_a_teacher_are_those_of_its_ranks(
+    components: Mapping[str, Mapping[str, Any]], sections: list[str], message: str
+) -> None:
+    model = tiny_model(decoders={}, teachers={"big": TEACHER})
+    given = {"apart": {"components": sections, "ranks": 2}} if sections else {}
+    with pytest.raises(UserError, match=message):
+        plan = ParallelPlan(components=components, sections=given)
+        resolve_without_ranks(model, plan, mixed_precision=False, num_ranks=4 if sections else 2)
 
 
 def test_the_default_adapters_are_not_for_teachers() -> None:
