@@ -93,13 +93,18 @@ class _Actions(SpanRecorder):
         self.runs.append(ActionRun(Action.parse(what.name), start.alive, end))
 
 
-def predict_rank(training: Training, plan: ParallelPlan, num_ranks: int, num_packs: int, rank: int = 0) -> RankRun:
-    """Run a rank of a layout in a fake world; ``num_packs``: of each data-parallel rank in a step."""
+def predict_rank(
+    training: Training, plan: ParallelPlan, num_ranks: int, num_packs: int, rank: int = 0, *, adds: bool = False
+) -> RankRun:
+    """Run a rank of a layout in a fake world.
+
+    ``num_packs``: of each data-parallel rank in a step; ``adds``: to the gradients of packs before them.
+    """
     with fake_world(num_ranks, rank) as mode:
         model = copy.deepcopy(training.model)
         parallelize_in(mode, model, plan, training.mixed_precision)
         batch = plan_alone(model, [training.pack] * num_packs)
-        return run_rank(model, batch, training.optimizer, mode)
+        return run_rank(model, batch, training.optimizer, mode, adds=adds)
 
 
 def run_rank(
@@ -107,11 +112,13 @@ def run_rank(
     batch: StepBatch,
     settings: Optimizer,
     mode: AbstractContextManager[Any] | None = None,
+    *,
+    adds: bool = False,
 ) -> RankRun:
     """Run a step of a parallelized model with the state of the optimizer, and return what the rank holds and does.
 
     A real rank runs another step before it; in a fake world the optimizer gets gradients without content in its place.
-    All experts get equally many tokens. ``mode``: of a fake world.
+    All experts get equally many tokens. ``mode``: of a fake world; ``adds``: to gradients that are there.
     """
     forget_specs()  # or a run would not count the tables of masks that a run before it has made
     with mode or nullcontext(), RankMeter() as meter:
@@ -131,7 +138,8 @@ def run_rank(
         without_state = meter.alive
         optimizer.step()
         state = meter.alive - without_state
-        optimizer.zero_grad(set_to_none=True)
+        if not adds:
+            optimizer.zero_grad(set_to_none=True)
         meter.mark()
         runs = _accumulate(model, batch, meter)
         gradients = sum(local_shard(one.grad).nbytes for one in model.parameters() if one.grad is not None)

@@ -231,9 +231,12 @@ class Planner:
             return replace(judged, counted=round(judged.peak))
         trained, plan = self._as_built, judged.plan
         state, _ = resolve_without_ranks(self._model, plan, trained.mixed_precision, self._num_ranks)
-        at_once = min(self._packs_per_step // state.size("dp"), _alive(plan, state))
+        number = self._packs_per_step // state.size("dp")
+        adds = number > 1 and state.size("pp") == 1  # a micro-batch is as any other, if gradients are there
+        at_once = 1 if adds else min(number, _alive(plan, state))
         ends = sorted({0, self._num_ranks - 1} if state.size("pp") > 1 else {0})
-        peak = max(predict_rank(trained, plan, self._num_ranks, at_once, rank).peak for rank in ends)
+        runs = (predict_rank(trained, plan, self._num_ranks, at_once, rank, adds=adds) for rank in ends)
+        peak = max(run.peak for run in runs)
         return replace(judged, counted=peak, reason=self._too_much(peak))
 
     def estimate(self, layout: PlacedPlan) -> Estimate:

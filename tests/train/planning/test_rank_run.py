@@ -20,6 +20,22 @@ def test_a_fake_world_leaves_the_words_of_errors_as_they_are() -> None:
     assert sys.excepthook is before
 
 
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (FOUNDATION | {"num_hidden_layers": 1}, "dp2"),
+        pytest.param(FOUNDATION | EXPERTS, "dp2.ep2.recompute", marks=pytest.mark.slow),
+        pytest.param(IMAGES, "tp2", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_micro_batch_that_adds_to_gradients_stands_for_all(config: dict[str, Any], layout: str) -> None:
+    trained, plan = planned.training(config), parse_layout(layout).plan()
+    several, one = predict_rank(trained, plan, 2, 2), predict_rank(trained, plan, 2, 1, adds=True)
+    assert one.peak == several.peak
+    assert [run.end.peak for run in one.actions] == [run.end.peak for run in several.actions[-2:]]
+
+
 def sent_and_multiplied(run: ActionRun) -> tuple[Counter[Collective], int]:
     """Collectives of an action, and the FLOPs of its products."""
     work = run.end.work

@@ -104,7 +104,7 @@ def test_a_layout_that_does_not_fit_in_the_real_build_is_not_shown(monkeypatch: 
     first, second = plan.search(2).fitting[:2]
     sizes = {str(first): 2e9, str(second): 9e8}
 
-    def built(_: Training, wanted: ParallelPlan, *__: object) -> SimpleNamespace:
+    def built(_: Training, wanted: ParallelPlan, *__: object, **___: object) -> SimpleNamespace:
         return SimpleNamespace(peak=next((sizes[str(one)] for one in (first, second) if one.plan == wanted), 1e8))
 
     monkeypatch.setattr(search, "predict_rank", built)

@@ -62,7 +62,7 @@ def test_a_plan_shows_the_best_layouts_and_writes_the_best_into_the_recipe(
 ) -> None:
     if not is_counted:
         monkeypatch.setattr(search, "count_cell", planned.counted)
-        monkeypatch.setattr(search, "predict_rank", lambda *_: SimpleNamespace(peak=3e8))
+        monkeypatch.setattr(search, "predict_rank", lambda *_, **__: SimpleNamespace(peak=3e8))
     found = call("--gpus", "2", "--memory", "1GiB", "--top", "2", "--json", "plan.json", "--apply")
     assert found.exit_code == 0, found.output
     numbers = json.loads(Path("plan.json").read_text())
