@@ -84,6 +84,12 @@ def test_a_config_of_several_parts_names_those_that_can_be_the_foundation() -> N
         foundation_class(in_stages())
 
 
+def test_a_config_is_built_in_python_as_it_stands_in_a_recipe() -> None:
+    config = as_dict(FAMILIES["qwen3"]())
+    model = build_omni_model(foundation={"config": config}, init_device="meta")
+    assert as_dict(model.foundation.config) == as_dict(build_foundation_model(config, init_device="meta").config)
+
+
 def test_an_unknown_model_type_is_named() -> None:
     with pytest.raises(UserError, match="model_type 'nobody' is unknown"):
         build_foundation_model({"model_type": "nobody"})
