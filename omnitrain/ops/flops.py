@@ -137,6 +137,13 @@ class Counted:
         """All, with attention over the lengths that it saw."""
         return sum((call.layer.of(call.lengths) for call in self.attention), self.products)
 
+    def plus(self, times: int, more: Counted) -> Counted:
+        """Return this and, so many times, what ``more`` has besides."""
+        pairs = ((self.forward, more.forward), (self.backward, more.backward), (self.again, more.again))
+        calls = (Counter(more.attention) - Counter(self.attention)).elements()
+        forward, backward, again = (few + times * (many - few) for few, many in pairs)
+        return Counted(forward, backward, again, [*self.attention, *[*calls] * times])
+
 
 @dataclass(frozen=True)
 class Recomputed:

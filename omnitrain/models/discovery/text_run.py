@@ -55,6 +55,13 @@ def text_blocks(model: PreTrainedModel) -> nn.ModuleList:
     return max((stack for stack in _stacks(model) if id(stack) not in in_towers), key=len)
 
 
+def kind_of_block(block: nn.Module) -> object:
+    """Return what layers of one kind have in common: class, names, shapes and freezing of weights, and window."""
+    weights = tuple((name, tuple(one.shape), one.requires_grad) for name, one in block.named_parameters())
+    patterns = [getattr(part, "sliding_window", None) for part in block.modules()]
+    return type(block), weights, tuple(pattern for pattern in patterns if isinstance(pattern, int))
+
+
 def _stacks(model: nn.Module) -> Iterator[nn.ModuleList]:
     return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module))
 

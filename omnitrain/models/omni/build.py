@@ -74,10 +74,11 @@ def build_foundation_model(
     """Build the causal language model that ``source`` names.
 
     ``source``: Hub id or folder (pretrained weights), HF config or dict with ``model_type``, or a recipe's
-    ``{"config": ...}`` (random weights), or a model, which is returned unchanged. Of a model with several stages (Qwen-Omni), only the part that reads media is
-    built. ``init_device``: where the weights are created; ``meta`` creates shapes only. ``torch_dtype``: of the
-    weights; None: fp32 for random weights, else the checkpoint's. Raises UserError: ``source`` names no model, it has
-    no language-model head, or it is parallelized already; WeightsError: tensors are missing or renamed.
+    ``{"config": ...}`` (random weights), or a model, which is returned unchanged. Of a model with several stages
+    (Qwen-Omni), only the part that reads media is built. ``init_device``: where the weights are created; ``meta``
+    creates shapes only. ``torch_dtype``: of the weights; None: fp32 for random weights, else the checkpoint's. Raises
+    UserError: ``source`` names no model, it has no language-model head, or it is parallelized already; WeightsError:
+    tensors are missing or renamed.
     """
     require_device(init_device)
     source = str(source) if isinstance(source, Path) else source

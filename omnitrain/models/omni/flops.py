@@ -1,8 +1,9 @@
 """``ModelFlops``: the FLOPs of an omni model over the samples and media of a step, on tensors without content.
 
 The foundation is counted over text of two lengths and two numbers of predicted tokens, which give its products per
-token and per predicted token; its attention follows from the lengths of the samples. Encoders and decoders are counted
-on the shapes of each item, once per shape.
+token and per predicted token; its attention follows from the lengths of the samples. If its layers are of one kind, a
+copy with one of them is counted, and one with two: the others cost what the second one does. Encoders and decoders are
+counted on the shapes of each item, once per shape.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.models.discovery.text_run import kind_of_block, text_blocks
 from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.encode import call_component, features_of, idle_prompt
 from omnitrain.models.omni.model import OmniModel, idle_head
@@ -162,10 +164,32 @@ class ModelFlops:
             with self._trained_embeddings() if reads_trained else nullcontext():
                 return [term.sum for term in self.model(encoded).losses.values()]
 
-        return count(run, self.model, self._again(FOUNDATION))
+        layers = text_blocks(self.model.foundation)
+        if len(layers) < 3 or not self._are_alike(layers):
+            return count(run, self.model, self._again(FOUNDATION))
+        counted = []
+        for number in (1, 2):
+            with _first(number, layers):
+                counted.append(count(run, self.model, self._again(FOUNDATION)))
+        return counted[0].plus(len(layers) - 1, counted[1])
+
+    def _are_alike(self, layers: nn.ModuleList) -> bool:
+        """Whether each of the foundation's layers costs the same, as does what its backward computes again."""
+        again = {self.model.get_submodule(name) for one in self._again(FOUNDATION) for name in one.modules}
+        kinds = {
+            (kind_of_block(layer), tuple(name for name, part in layer.named_modules() if part in again))
+            for layer in layers
+        }
+        types = getattr(self.model.foundation.config.get_text_config(decoder=True), "layer_types", None) or ()
+        return len(kinds) == 1 and len(set(types)) <= 1
 
     def _again(self, component: str) -> list[Recomputed]:
-        return [self._recomputed[component]] if component in self._recomputed else []
+        """What the backward computes again, of the modules that are there."""
+        if component not in self._recomputed:
+            return []
+        there = {name for name, _ in self.model.named_modules()}
+        one = self._recomputed[component]
+        return [replace(one, modules=[name for name in one.modules if name in there])]
 
     @contextmanager
     def _trained_embeddings(self) -> Iterator[None]:
@@ -178,6 +202,17 @@ class ModelFlops:
             yield
         finally:
             hook.remove()
+
+
+@contextmanager
+def _first(number: int, layers: nn.ModuleList) -> Iterator[None]:
+    """Take all but the first layers out of a model."""
+    others = list(layers)[number:]
+    del layers[number:]
+    try:
+        yield
+    finally:
+        layers.extend(others)
 
 
 def _per(few: Passes, many: Passes, units: int) -> Passes:

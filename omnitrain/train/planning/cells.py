@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from torch import nn
-
-from omnitrain.models.discovery.text_run import text_blocks
+from omnitrain.models.discovery.text_run import kind_of_block, text_blocks
 from omnitrain.models.foundation.runner import FoundationRunner
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.ops.rank_meter import Collective, Op
@@ -63,13 +61,7 @@ class Cell:
 def kinds_of_blocks(model: OmniModel) -> list[int]:
     """Return for each block of the foundation the number of its kind: of one class, shapes and pattern of attention."""
     kinds: dict[object, int] = {}
-    return [kinds.setdefault(_kind(block), len(kinds)) for block in text_blocks(model.foundation)]
-
-
-def _kind(block: nn.Module) -> object:
-    shapes = tuple((name, tuple(weight.shape)) for name, weight in block.named_parameters())
-    patterns = [getattr(part, "sliding_window", None) for part in block.modules()]
-    return type(block), shapes, tuple(pattern for pattern in patterns if isinstance(pattern, int))
+    return [kinds.setdefault(kind_of_block(block), len(kinds)) for block in text_blocks(model.foundation)]
 
 
 def with_blocks(model: OmniModel, kept: list[int]) -> OmniModel:

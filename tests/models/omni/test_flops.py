@@ -11,6 +11,7 @@ import torch
 from omnitrain.data.packing.pack import MediaGroup, Pack
 from omnitrain.data.packing.sample import NATIVE_PREFIX
 from omnitrain.models.adapters.lora import add_lora
+from omnitrain.models.discovery.text_run import text_blocks
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.flops import ModelFlops
 from omnitrain.models.omni.model import OmniModel
@@ -197,6 +198,34 @@ def test_a_mixed_pack_equals_the_forward_and_backward_of_the_whole_model_over_it
     whole = count(lambda: [term.sum for term in flops.model(pack).losses.values()], flops.model).passes
     assert found.passes == whole
     assert set(found.components) == {"foundation", *model.encoder_names, *model.decoder_names}
+
+
+@pytest.mark.parametrize(
+    ("more", "frozen"),
+    [
+        ({}, ["foundation.model.embed_tokens"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.second)
+            for case in (({}, ["foundation.model.layers.0"]), (EXPERTS, []), (EXPERTS, ["foundation.model.layers.0"]))
+        ),
+    ],
+    ids=str,
+)
+def test_layers_of_one_kind_count_as_if_each_was_run(
+    more: dict[str, Any], frozen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = foundation_of(FOUNDATION | more | {"num_hidden_layers": 5})
+    freeze(model, frozen)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    recomputed = {"foundation": Recomputed([f"foundation.model.layers.{layer}" for layer in range(5)])}
+    found = []
+    for is_short in (True, False):
+        monkeypatch.setattr(ModelFlops, "_are_alike", ModelFlops._are_alike if is_short else lambda *_: False)
+        flops = ModelFlops(model)
+        flops.follow(trained, recomputed)
+        assert flops._are_alike(text_blocks(flops.model.foundation)) == (is_short and "layers" not in str(frozen))
+        found.append(flops.of_samples(LENGTHS, predicted=7))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("layers", [1, pytest.param(48, marks=pytest.mark.slow)])
