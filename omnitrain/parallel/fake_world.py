@@ -7,7 +7,6 @@ rather than modelled.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from omnitrain.data.loading.data_process import as_bytes
 from omnitrain.data.packing.pack import MediaGroup, Pack
+from omnitrain.garbage import only_new_garbage
 from omnitrain.models.components.outputs import media_calls
 from omnitrain.models.hf.stored_tensor import replace_value
 from omnitrain.models.omni.encode import idle_prompt, with_all_inputs
@@ -146,14 +146,13 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[WithoutContent]:
     Enter the mode that it yields for what computes.
     """
     hook = sys.excepthook
-    gc.freeze()  # collections skip what is there already, which takes them longer than all else
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     sys.excepthook = hook  # torch's would put this rank before each line of an error, also after the fake world
     try:
-        yield WithoutContent()
+        with only_new_garbage():  # all else takes collections longer than the ranks' own
+            yield WithoutContent()
     finally:
         leave_process_groups()
-        gc.unfreeze()
 
 
 def parallelize_in(

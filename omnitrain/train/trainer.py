@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.profiler import record_function
 
 from omnitrain.data.loading.loader import StepLoader
 from omnitrain.errors import TrainingError, UserError
+from omnitrain.garbage import only_new_garbage
 from omnitrain.models.omni.summary import component_rows
 from omnitrain.ops.draws import mixed_seed, seed_device
 from omnitrain.optim.adamw import learning_rate
@@ -229,9 +229,10 @@ class Trainer:
         self.measures.encoder_costs.restart(self.step)
         if self.watch.is_closed:
             self.watch = self.ranks.watch(train.stall_seconds)
+        gc.collect()
         with (
             Interrupt() as interrupt,
-            _settled_objects_uncollected(),
+            only_new_garbage(),
             StepProgress(console, train.steps, self.step) as progress,
             contextlib.closing(iter(self.loader)) as steps,
             contextlib.ExitStack() as closing,
@@ -455,17 +456,3 @@ class Trainer:
             self._accumulate(batch, at)
         self.optimizer.zero_grad(set_to_none=True)
         return finder.found
-
-
-@contextlib.contextmanager
-def _settled_objects_uncollected() -> Iterator[None]:
-    """Exclude the objects of imports and models from garbage collection, unless the imports are frozen already."""
-    if all(found is not sys.modules for found in gc.get_objects()):  # gc.get_freeze_count takes 50 ms
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

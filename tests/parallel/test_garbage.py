@@ -7,6 +7,7 @@ import torch
 
 import omnitrain as ot
 from omnitrain.models.omni.build import build_omni_model
+from omnitrain.parallel.fake_world import fake_world
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.recipe.layout import parse_layout
@@ -49,3 +50,11 @@ def left_in_cycles(name: str, layout: str) -> list[str]:
 )
 def test_a_step_frees_every_tensor_without_the_garbage_collector(ranks: RankPool, name: str, layout: str) -> None:
     assert ranks.run(left_in_cycles, name, layout, timeout_s=60, world=2) == [[], []]
+
+
+def test_a_fake_world_leaves_frozen_what_its_process_has_frozen() -> None:
+    """The session of tests freezes its imports."""
+    frozen = gc.get_freeze_count()
+    with fake_world(2):
+        assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01) and frozen > 100_000
+    assert gc.get_freeze_count() == pytest.approx(frozen, rel=0.01)

@@ -7,7 +7,9 @@ import pytest
 import omnitrain as ot
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
+from omnitrain.parallel.step.plan import topology_of
 from omnitrain.parallel.step.windows import bytes_per_feature, window_chooser
+from omnitrain.plan.schedule.table import only_passes
 from omnitrain.recipe import ComponentPlan, Precision
 from tests.parallel.factories import any_to_any
 from tests.parallel.laid_out import PLAIN
@@ -20,9 +22,8 @@ def stages_simulated(layout: str) -> tuple[int, ...]:
     plan = ot.recipe.parse_layout(layout).plan().model_copy(update={"components": {"audio_encoder": audio}})
     state = init_state_of(plan)
     model = ot.build_parallelize_model(any_to_any(), parallel_state=state, parallel_plan=plan, **PLAIN)
-    chooser = window_chooser(model)
-    assert chooser is not None
-    return chooser.passes(4).stage_ranks
+    assert window_chooser(model) is not None
+    return only_passes(topology_of(model).pipeline, 4).stage_ranks
 
 
 @pytest.mark.parametrize(
