@@ -216,7 +216,9 @@ class FoundationRunner:
             options = how | {"count": labels.numel(), "backend": self.loss_backend}
             rows = hidden[0, text_rows]
             terms.append(linear_cross_entropy(rows, weight, labels, bias, **options))
-            for name in self.compared.keys() & taught.keys():
+            for name in self.compared:  # in one order on all ranks, which sum over shared classes
+                if name not in taught:
+                    continue
                 tokens, given = taught[name]
                 own = rows if name in of_all else hidden[0, to_device(tokens, hidden.device)]
                 compared[name] = self.compared[name].divergence(given, own, weight, bias)

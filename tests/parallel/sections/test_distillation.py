@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from transformers import AutoConfig
 from omnitrain.data.packing.pack import Pack
 from omnitrain.data.packing.sample import Sample
 from omnitrain.errors import UserError
+from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.hf.load import foundation_class
 from omnitrain.models.omni.build import build_omni_model
 from omnitrain.models.omni.encode import idle_prompt
 from omnitrain.models.omni.model import OmniModel
 from omnitrain.models.omni.teacher import Teacher
 from omnitrain.ops.loss.divergence import METRICS, Divergence
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.verify.verify import verify
 from omnitrain.recipe import Recipe
@@ -191,3 +194,17 @@ def test_a_model_that_changes_its_logits_has_no_divergence() -> None:
     model = build_omni_model(foundation=dict(FOUNDATION), teachers={"big": Teacher(TeacherConfig(model=config, **JSD))})
     with pytest.raises(UserError, match=r"model.teachers.big: .* changes the logits of its output layer"):
         assert model.runner
+
+
+def test_teachers_are_compared_in_one_order_on_all_ranks() -> None:
+    """Ranks that share classes sum in each divergence; the order of names in a set differs between processes."""
+    model, names, seen = tiny_model(encoders={}, decoders={}), [f"teacher_{n}" for n in (3, 1, 7, 0, 5, 2, 6, 4)], []
+    pack = Pack.from_samples(texts(1))
+
+    def compare(name: str) -> Any:
+        return SimpleNamespace(divergence=lambda *_: seen.append(name) or LossTerm(torch.zeros(()), 0, torch.zeros(0)))
+
+    model.runner.compared = {name: compare(name) for name in names}
+    states = (pack.text_rows, torch.zeros(len(pack.text_rows), 8))
+    model.runner.text_loss(EncodedPack(pack, teachers=dict.fromkeys(sorted(names), states)))
+    assert seen == names
