@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -98,6 +99,7 @@ class DecoderMixin(ComponentMixin):
     """A component that generates media: it embeds targets, predicts tokens from hidden states, and decodes tokens."""
 
     unused_sampling: ClassVar[frozenset[str]] = frozenset()  # keys of ``Sampling`` without an effect on it
+    token_metrics: Mapping[str, Any] = MappingProxyType({})  # by name: the metrics of the losses of :meth:`lm_head`
 
     def lm_encode(self, features: TensorFeatures, num_tokens: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return embeddings ``[sum(num_tokens), hidden]`` of target media for the foundation's input.

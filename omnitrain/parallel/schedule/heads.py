@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from omnitrain.errors import UserError
 from omnitrain.models.components.outputs import OmniOutput, StatesApart
 from omnitrain.models.omni.model import OmniModel, idle_head
 from omnitrain.ops.loss.cross_entropy import LossTerm
@@ -96,7 +97,7 @@ class HeadsApart:
             states.requires_grad_(self._trains)
             if len(labels):
                 term = head.lm_head(states, labels)
-                loss, columns = term.sum, torch.stack([term.rows, *term.metrics.values()], dim=1)
+                loss, columns = term.sum, loss_columns(decoder, term, loss_metrics(self._model, decoder))
             else:  # the other ranks of the section gather its weights
                 loss = idle_head(head, states.new_zeros(1, 1, states.size(-1))) * 0.0
                 columns = states.new_zeros(0, 1 + len(loss_metrics(self._model, decoder)), dtype=torch.float32)
@@ -132,6 +133,19 @@ class HeadsApart:
             edge.finish()
         left = [key for kept in (self._labels, self._kept, self._states, self._losses, self._gradients) for key in kept]
         assert not left, f"(decoder, micro-batch) whose loss or gradients nobody has taken: {left}"
+
+
+def loss_columns(decoder: str, term: LossTerm, metrics: Sequence[str]) -> Tensor:
+    """Return the losses ``[n, 1 + metrics]`` of ``n`` tokens as a message has them: each loss, then its metrics.
+
+    Raises UserError: the metrics of the loss are not the decoder's ``token_metrics``, for which the message has room.
+    """
+    if term.metrics.keys() != {*metrics}:
+        raise UserError(
+            f"{decoder}: its loss has the metrics {sorted(term.metrics)}, but its `token_metrics` are "
+            f"{sorted(metrics)}; name the same ones"
+        )
+    return torch.stack([term.rows, *(term.metrics[name] for name in metrics)], dim=1)
 
 
 def _key(action: Action) -> _Key:

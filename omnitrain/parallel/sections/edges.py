@@ -460,7 +460,7 @@ def connect_sections(
 
 def loss_metrics(model: OmniModel, decoder: str) -> tuple[str, ...]:
     """Return the names of the metrics of a decoder's losses, besides the loss."""
-    return tuple(getattr(model.get_submodule(decoder), "token_metrics", ()))
+    return tuple(model.decoders[decoder].token_metrics)
 
 
 def _form(model: OmniModel, component: str, device: torch.device) -> FeatureForm:

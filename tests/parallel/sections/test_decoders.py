@@ -18,9 +18,11 @@ from omnitrain.models.components.outputs import OmniOutput
 from omnitrain.models.foundation.encoded_pack import EncodedPack
 from omnitrain.models.omni.generate import generate
 from omnitrain.models.omni.model import OmniModel
+from omnitrain.ops.loss.linear import LossTerm
 from omnitrain.parallel.layout import layout_of
 from omnitrain.parallel.parallelize import build_parallelize_model
 from omnitrain.parallel.schedule.accumulate import accumulate_gradients
+from omnitrain.parallel.schedule.heads import loss_columns
 from omnitrain.parallel.spawn.pool import RankPool
 from omnitrain.parallel.state import init_state_of
 from omnitrain.parallel.step.plan import step_planner
@@ -173,3 +175,11 @@ def test_hidden_states_for_other_ranks_are_in_the_output_of_a_forward() -> None:
     assert output.losses.keys() == {"text"} and output.hidden is not None
     assert torch.equal(given.read, drawn.targets["image_decoder"].predicted_from)
     assert torch.equal(given.states[given.here], output.hidden[0, given.read]) and given.states.requires_grad
+
+
+def test_a_message_of_losses_has_the_metrics_that_the_decoder_names() -> None:
+    rows, right = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
+    term = LossTerm(rows.sum(), 2, rows, {"right": right, "rank": 2 * right})
+    assert loss_columns("image_decoder", term, ("rank", "right")).tolist() == [[1.0, 0.0, 0.0], [2.0, 2.0, 1.0]]
+    with pytest.raises(UserError, match=r"image_decoder: its loss has the metrics .*'right'.*`token_metrics` are \[\]"):
+        loss_columns("image_decoder", term, ())
