@@ -105,7 +105,7 @@ def _answer_prompt(answerer: Answerer, prompt: str, media: dict[str, list[str]],
     for part in parts:
         typer.echo(part)
     if not any(str(part).strip() for part in parts):
-        typer.echo("omnitrain: the answer is empty: the model ended it at its first token", err=True)
+        typer.echo("omnitrain: the answer has no text and no media", err=True)
     if (cut := what_was_cut(answered, max_new_tokens)) is not None:
         typer.echo(f"omnitrain: {cut}", err=True)
 

@@ -333,7 +333,7 @@ def test_generate_prints_the_parts_of_the_answer(monkeypatch: pytest.MonkeyPatch
     assert given["temperature"] == 0.0
     monkeypatch.setattr(Answerer, "answer", lambda self, prompt, media: (None, [""]))
     said = call("generate", "run", "--prompt", "draw")
-    assert said.stderr == f"omnitrain: the answer is empty: the model ended it at its first token\nomnitrain: {cut}\n"
+    assert said.stderr == f"omnitrain: the answer has no text and no media\nomnitrain: {cut}\n"
 
 
 def test_schema_and_doctor_print_and_exit_0() -> None:
