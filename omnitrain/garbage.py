@@ -1,4 +1,4 @@
-"""Garbage collection without the objects of imports and models, of which there are half a million."""
+"""Keep the half a million objects of imports and models out of garbage collections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def only_new_garbage() -> Iterator[None]:
-    """Exclude what is there from garbage collection, unless the imports are excluded already."""
+    """Exclude the objects that exist now from garbage collection; do nothing if the imports are excluded already."""
     if all(found is not sys.modules for found in gc.get_objects()):  # gc.get_freeze_count takes 50 ms
         yield
         return

@@ -137,12 +137,12 @@ class Counted:
         """All, with attention over the lengths that it saw."""
         return sum((call.layer.of(call.lengths) for call in self.attention), self.products)
 
-    def plus(self, times: int, more: Counted) -> Counted:
-        """Return this and, so many times, what ``more`` has besides."""
+    def with_copies(self, number: int, more: Counted) -> Counted:
+        """Return the count of this run, plus ``number`` times the difference of ``more`` to this run."""
         pairs = ((self.forward, more.forward), (self.backward, more.backward), (self.again, more.again))
         calls = (Counter(more.attention) - Counter(self.attention)).elements()
-        forward, backward, again = (few + times * (many - few) for few, many in pairs)
-        return Counted(forward, backward, again, [*self.attention, *[*calls] * times])
+        forward, backward, again = (few + number * (many - few) for few, many in pairs)
+        return Counted(forward, backward, again, [*self.attention, *[*calls] * number])
 
 
 @dataclass(frozen=True)

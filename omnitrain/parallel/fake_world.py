@@ -149,7 +149,7 @@ def fake_world(num_ranks: int, rank: int = 0) -> Iterator[WithoutContent]:
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     sys.excepthook = hook  # torch's would put this rank before each line of an error, also after the fake world
     try:
-        with only_new_garbage():  # all else takes collections longer than the ranks' own
+        with only_new_garbage():  # collections would mostly look at older objects
             yield WithoutContent()
     finally:
         leave_process_groups()

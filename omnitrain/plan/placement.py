@@ -55,8 +55,8 @@ class Placement:
     # together, one of each group takes part
     exchange: str = ""
     at_end: bool = False  # whether the last stage of a pipeline reads its features, not the first one
-    # ranks from those of the first stage to those who read its features, with the same samples. Of ``forward`` 0: the
-    # calls of any stage are planned as those of the first one
+    # rank of a reader on the last stage, minus the rank of the first stage with the same samples. 0 for the edge
+    # ``forward``: calls of all stages are planned as if the first stage made them
     behind: int = 0
 
     def facts(self, reader: str, ranks: Iterable[int]) -> dict[str, str]:

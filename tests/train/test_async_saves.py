@@ -151,13 +151,13 @@ def test_a_wait_for_the_checkpoint_before_is_told_after_two_seconds(
 ) -> None:
     ranks: Any = SimpleNamespace(peers=SimpleNamespace(any_of_each=list), is_first=True)
     store: Any = SimpleNamespace(folder_of=str)
-    saver = save.Saver(SimpleNamespace(store=store), ranks, None, None, {}, in_background=True)  # type: ignore[arg-type]
-    saver._begun, saver._writer = 10, SimpleNamespace(is_writing=True, error=None)  # type: ignore[assignment]
+    saver = save.Saver(SimpleNamespace(store=store), ranks, None, None, {}, in_background=True)
+    saver._begun, saver._writer = 10, SimpleNamespace(is_writing=True, error=None)
     seconds = itertools.count()
 
     def sleep(_: float) -> None:
         if next(seconds) > 5:
-            saver._writer.is_writing = False  # type: ignore[union-attr, misc]
+            saver._writer.is_writing = False
 
     clock = SimpleNamespace(monotonic=lambda: next(seconds), sleep=sleep)
     monkeypatch.setattr(save, "time", clock)

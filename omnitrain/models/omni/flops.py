@@ -165,16 +165,16 @@ class ModelFlops:
                 return [term.sum for term in self.model(encoded).losses.values()]
 
         layers = text_blocks(self.model.foundation)
-        if len(layers) < 3 or not self._are_alike(layers):
+        if len(layers) <= 2 or not self._are_alike(layers):
             return count(run, self.model, self._again(FOUNDATION))
         counted = []
         for number in (1, 2):
             with _first(number, layers):
                 counted.append(count(run, self.model, self._again(FOUNDATION)))
-        return counted[0].plus(len(layers) - 1, counted[1])
+        return counted[0].with_copies(len(layers) - 1, counted[1])
 
     def _are_alike(self, layers: nn.ModuleList) -> bool:
-        """Whether each of the foundation's layers costs the same, as does what its backward computes again."""
+        """Whether all layers of the foundation have equal costs, recomputation included."""
         again = {self.model.get_submodule(name) for one in self._again(FOUNDATION) for name in one.modules}
         kinds = {
             (kind_of_block(layer), tuple(name for name, part in layer.named_modules() if part in again))
@@ -184,7 +184,7 @@ class ModelFlops:
         return len(kinds) == 1 and len(set(types)) <= 1
 
     def _again(self, component: str) -> list[Recomputed]:
-        """What the backward computes again, of the modules that are there."""
+        """What the backward computes again; without modules of layers that are taken out."""
         if component not in self._recomputed:
             return []
         there = {name for name, _ in self.model.named_modules()}
@@ -206,7 +206,7 @@ class ModelFlops:
 
 @contextmanager
 def _first(number: int, layers: nn.ModuleList) -> Iterator[None]:
-    """Take all but the first layers out of a model."""
+    """Within this context a model has only its first ``number`` layers."""
     others = list(layers)[number:]
     del layers[number:]
     try:

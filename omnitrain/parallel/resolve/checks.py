@@ -44,7 +44,8 @@ def _teacher_problems(model: OmniModel, plan: ParallelPlan, state: ParallelState
         if others:
             yield (
                 f"sections.{section}.components: found {others[0]} beside the teacher {name}, but with pp the first "
-                "stage reads what one gives, and the last stage what the other gives; give each a section of its own"
+                f"stage reads the features of {others[0]}, and the last stage the hidden states of {name}; give each a "
+                "section of its own"
             )
 
 

@@ -1,4 +1,4 @@
-"""An order of the samples of a step with sinks: whenever a lane is free, it gets the sample that delays it least."""
+"""Order the samples of a step with sinks: a lane that becomes free gets the sample that delays it least."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NUM_CANDIDATES = 8
 class _Dispatch(NamedTuple):
     """A forward of a lane, and the backward that follows it."""
 
-    cost: float  # seconds that the lane loses; what no order can hide of a loss does not count
-    sample: int  # whose forward runs
+    cost: float  # seconds that the lane waits, less the part of a loss that no order can hide
+    sample: int  # index of the sample whose forward runs
     free: float  # when the lane can run the next forward
     returned: float  # when the sample's losses are there
 
 
 def dispatched(wave: Wavefront, random: Random, pace: float) -> list[int]:
-    """Return an order in which lanes lose little time, whether they wait for features or for losses.
+    """Return an order in which lanes wait little, for features and for losses.
 
     Args:
         wave: the step.
         random: draws the candidates of a lane.
-        pace: how many seconds a lane may lose for one second by which feeders or sinks get ahead or behind.
+        pace: cost of one second by which feeders or sinks get ahead of or behind the lanes, in seconds of waiting.
     """
     lanes = _Lanes(wave, pace)
     rest = wave.lanes_of(range(wave.num_samples))

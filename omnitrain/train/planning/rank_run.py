@@ -98,7 +98,7 @@ def predict_rank(
 ) -> RankRun:
     """Run a rank of a layout in a fake world.
 
-    ``num_packs``: of each data-parallel rank in a step; ``adds``: to the gradients of packs before them.
+    ``num_packs``: of each data-parallel rank in a step. ``adds``: gradients of earlier packs exist, to which these add.
     """
     with fake_world(num_ranks, rank) as mode:
         model = copy.deepcopy(training.model)
@@ -118,7 +118,8 @@ def run_rank(
     """Run a step of a parallelized model with the state of the optimizer, and return what the rank holds and does.
 
     A real rank runs another step before it; in a fake world the optimizer gets gradients without content in its place.
-    All experts get equally many tokens. ``mode``: of a fake world; ``adds``: to gradients that are there.
+    All experts get equally many tokens. ``mode``: of a fake world. ``adds``:
+    gradients of earlier packs exist, to which these add.
     """
     forget_specs()  # or a run would not count the tables of masks that a run before it has made
     with mode or nullcontext(), RankMeter() as meter:

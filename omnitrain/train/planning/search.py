@@ -369,7 +369,7 @@ def text_pack(model: OmniModel, lengths: Sequence[int]) -> Pack:
 
 
 def _alive(plan: ParallelPlan, state: ParallelState) -> int:
-    """The number of micro-batches with which as many are alive, beside gradients, as with any more."""
+    """The fewest micro-batches of a step that reach the most live activations of its schedule, beside gradients."""
     schedule, stages = plan.of(FOUNDATION).schedule or PipelineSchedule(), state.size("pp")
     return stages + 1 if schedule.resolved_kind == "1f1b" else 2 * stages
 
